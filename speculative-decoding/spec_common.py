@@ -1,0 +1,278 @@
+"""What every script shares: the device, the clock, fair measuring, plain statistics, tables and one-line errors.
+
+The only file that reads a clock. Two rules from the essay live here: synchronise before stopping it (an accelerator
+queues work, so an unsynchronised timer measures how fast Python queued it), and warm up what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# What `--dtype auto` means: float32 on a CPU, where nothing is excused; the essay's float16 on Apple's GPU; bfloat16,
+# which cannot overflow, on the others.
+AUTO_DTYPE = {"cpu": "float32", "mps": "float16", "cuda": "bfloat16", "xpu": "bfloat16"}
+BOOTSTRAP_DRAWS = 2000
+
+
+class UserError(Exception):
+    """A mistake that the caller can mend: printed as one line that names the flag and the fix, exit code 2."""
+
+
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """Wrap a script's main: a UserError becomes one line and exit code 2, Ctrl-C a line and 130, no traceback."""
+
+    @functools.wraps(main)
+    def guarded(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("\ninterrupted: what was measured is in the result file; --resume goes on from there", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader of our table left (`| head`): nothing to say, nobody to say it to
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+
+    return guarded
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for the ways torch says that memory ran out, on a GPU or on the CPU."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in text or "out of memory" in text
+
+
+# ---------------------------------------------------------------------------------------------------- device and dtype
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` or a device name to a device that is there. Raises UserError before anything is loaded."""
+    kind, _, index = name.partition(":")
+    here = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
+        "cpu": True,
+    }
+    if kind == "auto":
+        return torch.device(next(kind for kind, there in here.items() if there))
+    if kind not in here or (index and not index.isdigit()):
+        raise UserError(f"--device {name}: unknown; choose auto, cpu, cuda, mps, xpu, or cuda:N")
+    if not here[kind]:
+        found = ", ".join(kind for kind, there in here.items() if there)
+        raise UserError(f"--device {name}: not on this machine; it has {found}")
+    if index and kind in ("cuda", "xpu") and int(index) >= getattr(torch, kind).device_count():
+        raise UserError(f"--device {name}: this machine has {getattr(torch, kind).device_count()} of them, counted from 0")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    return DTYPES[AUTO_DTYPE[device.type] if name == "auto" else name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def device_name(device: torch.device) -> str:
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
+    return {"mps": "Apple GPU (MPS)", "cpu": "CPU"}[device.type]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all queued work. On a CPU there is no queue."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+# ---------------------------------------------------------------------------------------------------------- the clock
+
+
+def timed(work: Callable[[], object], device: torch.device) -> tuple[object, float]:
+    """Run `work` once: synchronise, clock, work, synchronise, clock. Returns (its result, seconds)."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = work()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
+class Watch:
+    """A clock at the end of every phase of a watched run. Watched runs say where time goes; they never give the speed.
+
+    `laps` holds (phase, seconds, tokens) in order. Each lap synchronises, so a watched run is slower than a free one.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.laps = device, []
+        synchronize(device)
+        self.last = time.perf_counter()
+
+    def __call__(self, phase: str, tokens: int = 0) -> None:
+        synchronize(self.device)
+        now = time.perf_counter()
+        self.laps.append((phase, now - self.last, tokens))
+        self.last = now
+
+    def seconds(self, phase: str) -> list[float]:
+        return [seconds for name, seconds, _ in self.laps if name == phase]
+
+
+def unwatched(phase: str, tokens: int = 0) -> None:
+    """The watch of a free run: does nothing."""
+
+
+def interleave(arms: dict[str, Callable[[], tuple[object, float]]], repeats: int, warmup: int) -> dict[str, list]:
+    """Run every arm once per repeat, the order rotated by one each time, after `warmup` uncounted turns of every arm.
+
+    An arm returns (result, seconds), having set itself up outside its own clock. Returns each arm's list of those
+    pairs, in the order of the repeats: index i of two arms was measured side by side. Raises UserError for a time
+    that is not positive (a broken clock gives infinite speedups).
+    """
+    names = list(arms)
+    samples: dict[str, list] = {name: [] for name in names}
+    for turn in range(-warmup, repeats):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            result, seconds = arms[name]()
+            if not seconds > 0:
+                raise UserError(f"the clock gave {seconds} s for '{name}': it cannot be trusted, nothing was recorded")
+            if turn >= 0:
+                samples[name].append((result, seconds))
+    return samples
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def paired_ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(numerator, denominator, strict=True)]
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Bootstrap interval of the median of `values`. With fewer than 6 it is close to their range, and says so little."""
+    draw = random.Random(0).choices  # its own seed: the same numbers give the same interval
+    medians = sorted(statistics.median(draw(values, k=len(values))) for _ in range(BOOTSTRAP_DRAWS))
+    tail = int((1 - level) / 2 * BOOTSTRAP_DRAWS)
+    return medians[tail], medians[-1 - tail]
+
+
+def ratio_summary(numerator: Sequence[float], denominator: Sequence[float]) -> dict:
+    """The median of paired ratios with its interval: `numerator` over `denominator`, repeat by repeat."""
+    ratios = paired_ratios(numerator, denominator)
+    low, high = median_interval(ratios)
+    return {"median": statistics.median(ratios), "low": low, "high": high, "n": len(ratios)}
+
+
+# -------------------------------------------------------------------------------------------------- tables and progress
+
+
+def markdown_table(rows: Sequence[dict], columns: Sequence[tuple[str, str, Callable[[object], str]]]) -> str:
+    """A Markdown table, padded so that it reads in a terminal too. `columns` holds (key, heading, format)."""
+    cells = [[heading for _, heading, _ in columns]]
+    cells += [["-" if row.get(key) is None else form(row[key]) for key, _, form in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
+    return "\n".join(lines)
+
+
+def fixed(digits: int, unit: str = "") -> Callable[[object], str]:
+    return lambda value: f"{value:.{digits}f}{unit}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def say(text: str) -> None:
+    """Progress and remarks go to stderr, so that stdout holds the tables alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def progress(steps: Sequence, title: str):
+    """Iterate with a bar and the time left, on stderr."""
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(steps, description=title, console=Console(stderr=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of {minimum} or more")
+        return number
+
+    return whole
+
+
+def fraction(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 to 1")
+    return number
+
+
+def make_parser(doc: str, script: str) -> argparse.ArgumentParser:
+    """A parser with the options that mean the same in every script; the script adds its own models and sizes."""
+    parser = argparse.ArgumentParser(
+        description=doc.strip(),
+        formatter_class=type("Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {}),
+    )
+    shared = parser.add_argument_group("the same in every script")
+    shared.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps or xpu")
+    shared.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on cpu, float16 on mps, bfloat16 else")
+    shared.add_argument("--revision", help="revision of the (target) model on the hub")
+    shared.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
+    shared.add_argument(
+        "--cpu-linear",
+        default="auto",
+        choices=["auto", "half", "packed", "plain"],
+        help="how linear layers run on a CPU: half-precision weights with float32 arithmetic, packed once for oneDNN, or as they are",
+    )
+    shared.add_argument("--threads", type=at_least(0), default=0, help="CPU threads, 0 for torch's own choice")
+    shared.add_argument("--repeats", type=at_least(1), default=3, help="counted measurements of each arm")
+    shared.add_argument("--warmup", type=at_least(0), default=1, help="uncounted turns of each arm before them")
+    shared.add_argument("--results", type=Path, default=HERE / "results" / f"{script}.json", help="where the JSON goes")
+    shared.add_argument(
+        "--resume",
+        nargs="?",
+        const="strict",
+        choices=["strict", "auto"],
+        help="finish an interrupted run of the same settings; auto: start afresh where they differ",
+    )
+    return parser
+
+
+def set_up(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype asked for, threads set. Raises UserError before anything slow."""
+    device = pick_device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return device, pick_dtype(args.dtype, device)

@@ -1,0 +1,254 @@
+"""One cell of every experiment: baseline, baseline again and speculation in turns, every sample checked, one flat row.
+
+Free runs (two synchronisations) give the speed. One watched run of each arm, apart, says where the time goes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from spec_common import Watch, dtype_name, interleave, ratio_summary, timed
+from spec_loop import Decoded, ModelDrafter, baseline, prefill, speculate
+from spec_pass import forward, new_cache
+from spec_theory import cost_speedup, interpolated, leviathan_speedup
+
+ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
+
+
+@dataclass
+class Task:
+    """What is to be written: one prompt, how much of it, how. `prompt` is (1, n) on the models' device."""
+
+    target: torch.nn.Module
+    draft: torch.nn.Module
+    prompt: torch.Tensor
+    n_tokens: int
+    k: int
+    loop: str = "lean"
+    ends: frozenset[int] = frozenset()
+    limit: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.prompt.device
+
+    def room(self) -> int:
+        return self.n_tokens + self.k + 1
+
+
+class Mismatch(Exception):
+    """A sample that is not the baseline's text. `report` says where, both ids, and how close the call was."""
+
+    def __init__(self, report: dict):
+        super().__init__(f"token {report['index']}: {report['arm']} wrote {report['got']}, the target alone {report['expected']}")
+        self.report = report
+
+
+# --------------------------------------------------------------------------------------------------------------- arms
+
+
+def run_baseline(task: Task, watch=None) -> tuple[tuple[Decoded, float], float]:
+    """One plain run. Returns ((what was written, prefill seconds), decode seconds)."""
+    state, prefill_s = timed(lambda: prefill(task.target, task.prompt, task.room()), task.device)
+    watching = {"watch": watch()} if watch else {}
+    done, decode_s = timed(lambda: baseline(task.target, state, task.n_tokens, task.ends, **watching), task.device)
+    return (done, prefill_s), decode_s
+
+
+def run_speculative(task: Task, watch=None) -> tuple[tuple[Decoded, float], float]:
+    """One speculative run, prefill of both models in the prefill seconds. Returns as `run_baseline`."""
+    drafter = ModelDrafter(task.draft, task.target.get_input_embeddings().weight.shape[0], read_last=task.loop == "essay")
+
+    def start():
+        state = prefill(task.target, task.prompt, task.room())
+        drafter.start(state.ids, state.length)
+        return state
+
+    state, prefill_s = timed(start, task.device)
+    watching = {"watch": watch()} if watch else {}
+    options = {"loop": task.loop, "ends": task.ends, "limit": task.limit, **watching}
+    done, decode_s = timed(lambda: speculate(task.target, drafter, state, task.n_tokens, task.k, **options), task.device)
+    return (done, prefill_s), decode_s
+
+
+def watched(run, task: Task) -> tuple[Decoded, float, Watch]:
+    """A run with a clock at every phase. Returns (what was written, prefill seconds, the watch)."""
+    watches = []
+    (done, prefill_s), _ = run(task, lambda: watches.append(Watch(task.device)) or watches[-1])
+    return done, prefill_s, watches[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------- exactness
+
+
+@torch.inference_mode()
+def closeness(task: Task, tokens: list[int]) -> tuple[float, float]:
+    """After prompt and `tokens`: the target's gap between its two best logits, and its row noise, the largest change
+    of a logit there between a pass over one token and a pass over k+1. Both in logits."""
+    ids = torch.cat([task.prompt, task.prompt.new_tensor([tokens])], dim=1) if tokens else task.prompt
+    start = max(0, ids.shape[1] - 1 - task.k)
+    rows = []
+    for split in (ids.shape[1] - 1, start):
+        cache = new_cache()
+        if split:
+            forward(task.target, ids[:, :split], cache, 1)
+        rows.append(forward(task.target, ids, cache, 1)[0, -1].float())
+    best = rows[0].topk(2).values
+    return float(best[0] - best[1]), float((rows[0] - rows[1]).abs().max())
+
+
+def check_exact(task: Task, arm: str, expected: list[int], got: list[int], allow_near_ties: bool) -> dict | None:
+    """None where `got` is `expected`. In half precision an excused near-tie's report; otherwise raises Mismatch.
+
+    A near-tie: the two best logits are closer than both may move by row noise. In float32 nothing is excused.
+    """
+    if got == expected:
+        return None
+    pairs = zip(expected, got, strict=False)
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(got)))
+    gap, noise = closeness(task, expected[:index])
+    report = {
+        "arm": arm,
+        "index": index,
+        "dtype": dtype_name(task.target.dtype),
+        "top2_gap": gap,
+        "row_noise": noise,
+        "expected": expected[index] if index < len(expected) else None,
+        "got": got[index] if index < len(got) else None,
+        "near_tie": task.target.dtype != torch.float32 and gap <= 2 * noise,
+    }
+    if report["near_tie"] and allow_near_ties:
+        return report
+    raise Mismatch(report)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def counts(task: Task, done: Decoded) -> dict:
+    """The counters of a run, in the field's words; null where there was nothing to count."""
+    proposed, accepted = sum(map(len, done.proposals)), sum(done.accepted)
+    rounds = done.target_passes
+    reached = [sum(kept >= i for kept in done.accepted) for i in range(1, task.k + 1)]
+    before = [rounds, *reached][: task.k]
+    return {
+        "emitted": len(done.tokens),
+        "target_passes": rounds,
+        "draft_passes": done.draft_passes,
+        "proposed": proposed,
+        "accepted": accepted,
+        "discarded": proposed - accepted,
+        "acceptance_rate": ratio(accepted, proposed),
+        "alpha": ratio(accepted, accepted + done.rejections),
+        "block_efficiency": ratio(len(done.tokens), rounds),
+        "acceptance_per_position": [ratio(count, rounds) for count in reached],
+        "acceptance_per_position_given_the_last": [ratio(a, b) for a, b in zip(reached, before, strict=True)],
+        "accepted_lengths": done.accepted,
+        "proposed_lengths": [len(guesses) for guesses in done.proposals],
+    }
+
+
+def speed(samples: dict[str, list], tokens: int) -> dict:
+    """The free runs: raw seconds, medians, and each speedup as the median of paired ratios with its interval."""
+    seconds = {arm: [decode_s for _, decode_s in runs] for arm, runs in samples.items()}
+    whole = {arm: [prefill_s + decode_s for (_, prefill_s), decode_s in runs] for arm, runs in samples.items()}
+    row = {f"{arm}_s": values for arm, values in seconds.items()}
+    row.update({f"{arm}_end_to_end_s": values for arm, values in whole.items()})
+    for name, arm in (("speedup", "speculative"), ("aa", "baseline_again")):
+        summary = ratio_summary(seconds["baseline"], seconds[arm])
+        row.update({name: summary["median"], f"{name}_low": summary["low"], f"{name}_high": summary["high"]})
+    row["speedup_end_to_end"] = ratio_summary(whole["baseline"], whole["speculative"])["median"]
+    row["baseline_tokens_per_s"] = tokens / statistics.median(seconds["baseline"])
+    row["speculative_tokens_per_s"] = tokens / statistics.median(seconds["speculative"])
+    return row
+
+
+def arrivals(watch: Watch, prefill_s: float) -> dict:
+    """ttft, tpot and the gaps between arrivals, in seconds, of a watched run (a round's tokens arrive together)."""
+    clock, times = prefill_s, []
+    for _, seconds, tokens in watch.laps:
+        clock += seconds
+        times += [clock] * tokens
+    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    return {
+        "ttft_s": times[0],
+        "tpot_s": ratio(times[-1] - times[0], len(gaps)),
+        "itl_mean_s": ratio(sum(gaps), len(gaps)),
+        "itl_max_s": max(gaps, default=None),
+    }
+
+
+def where_time_went(plain: tuple, fast: tuple) -> dict:
+    """From the watched runs: milliseconds a pass, the cost coefficient, and the seconds of each phase."""
+    target, draft, verify = plain[2].seconds("target"), fast[2].seconds("draft"), fast[2].seconds("verify")
+    whole = sum(seconds for _, seconds, _ in fast[2].laps)
+    overhead = whole - sum(draft) - sum(verify)
+    target_ms = 1000 * statistics.median(target)
+    draft_ms = 1000 * statistics.median(draft) if draft else None
+    row = {
+        "target_pass_ms": target_ms,
+        "draft_pass_ms": draft_ms,
+        "verify_pass_ms": 1000 * statistics.median(verify),
+        "cost_coefficient": draft_ms and draft_ms / target_ms,
+        "draft_s": sum(draft),
+        "verify_s": sum(verify),
+        "overhead_s": overhead,
+        "overhead_share": overhead / whole,
+        "baseline_overhead_share": 1 - sum(target) / sum(seconds for _, seconds, _ in plain[2].laps),
+    }
+    for arm, run in (("baseline", plain), ("speculative", fast)):
+        row.update({f"{arm}_{name}": value for name, value in arrivals(run[2], run[1]).items()})
+    return row
+
+
+def predict(task: Task, counted: dict, costs: dict) -> dict:
+    """Both forms of the predicted speedup, from counts and costs alone, before any timed run. See spec_theory.
+
+    `costs`: {"v": {n: V(n)}, "c": ..., "overhead": ...} as `spec_precondition.measure_costs` gives.
+    """
+    extra = ESSAY_ROUND[task.loop] if task.k else 0
+    closed = None if counted["alpha"] is None else leviathan_speedup(counted["alpha"], costs["c"], task.k, task.k + extra)
+    verified = [length + 1 for length in counted["proposed_lengths"]]
+    v = interpolated({int(n): cost for n, cost in costs["v"].items()})
+    measured = cost_speedup(counted["emitted"], counted["draft_passes"], verified, costs["c"], v, costs["overhead"])
+    return {"predicted_leviathan": closed, "predicted_costs": measured}
+
+
+def compare(
+    task: Task, repeats: int, warmup: int, allow_near_ties: bool = False, costs: dict | None = None, more_arms: dict | None = None
+) -> tuple[dict, Decoded]:
+    """Measure one cell. Returns (row, the counted run). Raises Mismatch for a text that is not the target's own.
+
+    `more_arms` are further ways to write the same tokens: name -> function returning ((Decoded, 0.0), seconds).
+    """
+    (first, _), _ = run_baseline(task)
+    (counting, _), _ = run_speculative(task)
+    near_ties = [check_exact(task, "speculative", first.tokens, counting.tokens, allow_near_ties)]
+    row = {"k": task.k, "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1], **counts(task, counting)}
+    if costs:
+        row.update(predict(task, row, costs))
+    arms = {
+        "baseline": lambda: run_baseline(task),
+        "speculative": lambda: run_speculative(task),
+        "baseline_again": lambda: run_baseline(task),
+        **(more_arms or {}),
+    }
+    samples = interleave(arms, repeats, warmup)
+    for arm, runs in samples.items():
+        for (done, _), _ in runs:
+            near_ties.append(check_exact(task, arm, first.tokens, done.tokens, allow_near_ties))
+    plain, fast = watched(run_baseline, task), watched(run_speculative, task)
+    for arm, run in (("baseline", plain), ("speculative", fast)):
+        near_ties.append(check_exact(task, f"{arm}, watched", first.tokens, run[0].tokens, allow_near_ties))
+    row.update(speed(samples, len(first.tokens)), **where_time_went(plain, fast))
+    row.update(exact=not any(near_ties), near_ties=[tie for tie in near_ties if tie], error=None)
+    if row.get("predicted_costs") is not None:
+        row["prediction_error"] = row["predicted_costs"] - row["speedup"]
+    return row, counting

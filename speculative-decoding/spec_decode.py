@@ -1,0 +1,272 @@
+"""One prompt, decoded plainly and speculatively: what it does, what it cost, and whether the text is the same.
+
+Claim: speculative greedy decoding writes, token for token, what the target alone would have written, in fewer passes of
+the target. Every run asserts it, and a mismatch fails the run (exit 1). The loop itself is in spec_loop.py.
+
+    python spec_decode.py                    # the embedded pair, k=5, 64 tokens of open prose
+    python spec_decode.py --show             # and the text, round by round
+    python spec_decode.py --self-draft       # sanity: a model that drafts for itself is accepted 100 %
+    python spec_decode.py --vs-transformers  # and `generate`, plain and assisted, as arms of the same run
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from spec_checks import check_room, context_limit, end_ids, prompt_ids
+from spec_common import UserError, at_least, command, dtype_name, fixed, make_parser, markdown_table, percent, ratio_summary, say, set_up
+from spec_compare import Mismatch, Task, compare
+from spec_essay import essay_decode, is_essay_pair
+from spec_loop import LOOPS
+from spec_models import PAIRS, load_pair
+from spec_reference import overridden, reference_arms
+from spec_results import ResultFile, environment, settings
+from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
+
+ACCEPTED, CORRECTED, DISCARDED, PLAIN = "\033[32m", "\033[33m", "\033[2;9m", "\033[0m"
+
+
+# ------------------------------------------------------------------------------------------------ what the user picks
+
+
+def add_task_options(parser, n_tokens: int = 64) -> None:
+    """The options of every script that decodes: the pair, how much, how."""
+    parser.add_argument("--pair", choices=PAIRS, default="smollm2", help="a target and draft that belong together")
+    parser.add_argument("--target", help="hub id, folder, .gguf file or 'smollm2'; the pair's if left out")
+    parser.add_argument("--draft", help="hub id, folder, .gguf file or 'cut:0,1,29' (layers of the target); the pair's if left out")
+    parser.add_argument("--draft-revision", help="revision of the draft on the hub")
+    parser.add_argument("--n-tokens", type=at_least(1), default=n_tokens, help="tokens to write")
+    parser.add_argument("--loop", choices=LOOPS, default="lean", help="lean: k draft passes a round; essay: k+1, always a full k")
+    parser.add_argument("--stop-at-eos", action="store_true", help="stop at the model's end token; otherwise write on to --n-tokens")
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the target's chat template")
+    parser.add_argument(
+        "--allow-near-ties",
+        action="store_true",
+        help="half precision: report a text that parts at a tie within row noise, but do not fail (float32: never excused)",
+    )
+
+
+def add_prompt_options(parser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--workload", default=DEFAULT_WORKLOAD, help=f"one of: {', '.join(WORKLOADS)}")
+    group.add_argument("--prompt", help="a prompt of your own")
+    group.add_argument("--prompt-file", type=Path, help="a text file (one prompt) or a .jsonl (one a line: a string, or prompt/text/turns)")
+    parser.add_argument("--limit", type=at_least(1), help="no more than that many prompts of the file")
+
+
+def fill_pair(args) -> None:
+    target, draft = PAIRS[args.pair]
+    args.target = args.target or target
+    if args.draft is None:
+        if args.target != target:
+            raise UserError("--draft: missing; the pair's own draft belongs to another target")
+        args.draft = draft
+
+
+def workload_prompt(name: str) -> tuple[str, str]:
+    if name not in WORKLOADS:
+        raise UserError(f"--workload {name}: unknown; choose {', '.join(WORKLOADS)}")
+    return name, WORKLOADS[name]
+
+
+def chosen_prompts(args) -> list[tuple[str, str]]:
+    """(name, text) of each prompt asked for. Raises UserError."""
+    if args.prompt is not None:
+        if not args.prompt.strip():
+            raise UserError("--prompt: empty; give some text")
+        return [("prompt", args.prompt)]
+    if args.prompt_file is not None:
+        try:
+            return read_prompts(args.prompt_file)[: args.limit]
+        except (OSError, ValueError) as error:
+            raise UserError(f"--prompt-file {args.prompt_file.name}: {getattr(error, 'strerror', None) or error}") from error
+    return [workload_prompt(args.workload)]
+
+
+def make_task(args, target, draft, text: str, k: int, device) -> Task:
+    """The task of one prompt, everything about it checked. Raises UserError."""
+    prompt = prompt_ids(target, text, args.chat, device)
+    for model in (target, draft):
+        check_room(model, prompt.shape[1], args.n_tokens)
+    limits = [limit for limit in map(context_limit, (target.model, draft.model)) if limit is not None]
+    ends = end_ids(target.model) if args.stop_at_eos else frozenset()
+    return Task(target.model, draft.model, prompt, args.n_tokens, k, args.loop, ends, min(limits, default=None))
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+
+def what_it_does(row: dict, published: dict | None) -> str:
+    """The essay's table, baseline beside speculation, its own column where the pair is the essay's."""
+    rows = []
+
+    def line(label: str, form, plain, fast) -> None:
+        rows.append({"label": label, "plain": None if plain is None else form(plain), "fast": None if fast is None else form(fast)})
+
+    whole = fixed(0)
+    line("tokens per second", fixed(2), row["baseline_tokens_per_s"], row["speculative_tokens_per_s"])
+    line("speedup", fixed(2, "x"), 1.0, row["speedup"])
+    line("target passes", whole, row["emitted"], row["target_passes"])
+    line("draft passes", whole, 0, row["draft_passes"])
+    for name in ("proposed", "accepted", "discarded"):
+        line(name, whole, None, row[name])
+    line("acceptance (accepted / proposed)", percent, None, row["acceptance_rate"])
+    line("alpha (accepted / judged)", percent, None, row["alpha"])
+    line("tokens per target pass", fixed(2), 1.0, row["block_efficiency"])
+    line("ms per target pass, one token", fixed(1), row["target_pass_ms"], None)
+    line("ms per target pass, checking", fixed(1), None, row["verify_pass_ms"])
+    line("ms per draft pass", fixed(1), None, row["draft_pass_ms"])
+    line("c (draft pass / target pass)", fixed(2), None, row["cost_coefficient"])
+    phases = ("draft_s", "verify_s", "overhead_s")
+    total = sum(row[name] for name in phases)
+    line("time: draft / verify / overhead", str, None, " / ".join(percent(row[name] / total) for name in phases))
+    line("time to first token, ms", fixed(0), 1000 * row["baseline_ttft_s"], 1000 * row["speculative_ttft_s"])
+    if published:
+        for entry in rows:
+            entry["essay"] = published.get(entry["label"])
+    columns = [("label", "", str), ("plain", "baseline", str), ("fast", f"speculative (k={row['k']})", str)]
+    return markdown_table(rows, columns + ([("essay", "the essay's", str)] if published else []))
+
+
+def against_transformers(row: dict) -> str | None:
+    """Ours against `generate`, whole calls (prefill included): a ratio above 1 means that ours is faster."""
+    rows = []
+    for arm, ours in (("generate", "baseline"), ("assisted", "speculative")):
+        if f"{arm}_end_to_end_s" in row:
+            ratio = ratio_summary(row[f"{arm}_end_to_end_s"], row[f"{ours}_end_to_end_s"])
+            theirs, mine = (statistics.median(row[f"{name}_end_to_end_s"]) for name in (arm, ours))
+            rows.append({"arm": f"{arm} / our {ours}", "theirs": theirs, "mine": mine, "ratio": ratio["median"], "interval": ratio})
+    columns = [
+        ("arm", "transformers / ours", str),
+        ("theirs", "theirs, s", fixed(3)),
+        ("mine", "ours, s", fixed(3)),
+        ("ratio", "ours is faster by", fixed(2, "x")),
+        ("interval", "interval", lambda i: f"{i['low']:.2f} to {i['high']:.2f}"),
+    ]
+    return markdown_table(rows, columns) if rows else None
+
+
+def verdict(row: dict) -> str:
+    aa = f"the same code against itself measured {row['aa']:.2f}x ({row['aa_low']:.2f} to {row['aa_high']:.2f})"
+    interval = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f}, {len(row['baseline_s'])} pairs)"
+    if row["speedup"] > 1:
+        words = f"speculation writes this text {interval} as fast"
+    else:
+        words = f"do not speculate here: {interval}, slower than the target alone"
+    text = "token for token the target's own text" if row["exact"] else f"NOT the same text, a near-tie excused: {row['near_ties'][0]}"
+    return f"{text}; {words}; {aa}."
+
+
+def shown_rounds(tokenizer, proposals: list[list[int]], accepted: list[int], tokens: list[int], emitted: list[int], colour: bool) -> str:
+    """The text round by round: guesses kept, the target's own token, and what was thrown away."""
+    marks = (ACCEPTED, CORRECTED, DISCARDED, PLAIN) if colour else ("", "", "", "")
+    lines, start = [], 0
+    for number, (guesses, kept, count) in enumerate(zip(proposals, accepted, emitted, strict=True), 1):
+        written, start = tokens[start : start + count], start + count
+        kept = min(kept, count)
+        parts = [("accepted", marks[0], written[:kept]), ("target", marks[1], written[kept:]), ("discarded", marks[2], guesses[kept:])]
+        shown = [f"{name} {mark}{tokenizer.decode(part)!r}{marks[3] if mark else ''}" for name, mark, part in parts if part]
+        lines.append(f"{number:>3}  " + "   ".join(shown))
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def failed_row(args, name: str, k: int, error: Exception) -> dict:
+    """The row of a cell that gave no measurement: why, and nulls where a reader would look for a number."""
+    report = error.report if isinstance(error, Mismatch) else None
+    return {
+        "workload": name,
+        "k": k,
+        "loop": args.loop,
+        "n_tokens": args.n_tokens,
+        "speedup": None,
+        "exact": False if report else None,
+        "mismatch": report,
+        "error": str(error).splitlines()[0][:300] if str(error) else type(error).__name__,
+    }
+
+
+def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, device) -> list:
+    """Measure every prompt not yet in the file. Returns [(row, counted run or None)]."""
+    measured = []
+    for name, text in prompts:
+        if found := file.find(workload=name):
+            measured.append((found, None))
+            continue
+        task = make_task(args, target, draft, text, args.k, device)
+        more = reference_arms(task) if args.vs_transformers else None
+        say(f"{name}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ...")
+        try:
+            row, counting = compare(task, args.repeats, args.warmup, args.allow_near_ties, more_arms=more)
+        except Mismatch as error:
+            file.add(failed_row(args, name, args.k, error))
+            raise
+        text_out = target.tokenizer.decode(counting.tokens)
+        measured.append(
+            (file.add({"workload": name, **row, "text": text_out, "tokens": counting.tokens, "proposals": counting.proposals}), counting)
+        )
+    return measured
+
+
+def check_self_draft(rows: Sequence[dict]) -> bool:
+    """Two identical models must agree on everything."""
+    return all(row["acceptance_rate"] in (1.0, None) for row in rows)
+
+
+def parse_args(argv):
+    parser = make_parser(__doc__, "spec_decode")
+    add_task_options(parser)
+    add_prompt_options(parser)
+    parser.add_argument("-k", "--k", type=at_least(0), default=5, help="guesses a round; 0 is plain decoding")
+    parser.add_argument("--self-draft", action="store_true", help="the target drafts for itself: acceptance must be 100 %%")
+    parser.add_argument("--show", action="store_true", help="print the text round by round")
+    parser.add_argument("--vs-transformers", action="store_true", help="add `generate`, greedy and assisted at the same k")
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    device, dtype = set_up(args)
+    prompts = chosen_prompts(args)
+    if args.self_draft:
+        args.target = args.target or PAIRS[args.pair][0]
+        args.draft = args.target
+    fill_pair(args)
+    target, (draft,) = load_pair(args, device, dtype, [args.draft])
+    for _, text in prompts:  # every prompt is checked before the first is measured
+        make_task(args, target, draft, text, args.k, device)
+    config = settings(args, target=target.about, draft=draft.about, generation_config_overridden=overridden(target.model))
+    print(f"{target.name} + {draft.name}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
+    with ResultFile(args.results, "spec_decode", config, environment(device, dtype, target.model), args.resume) as file:
+        try:
+            measured = run(args, target, draft, prompts, file, device)
+        except Mismatch as error:
+            print(f"FAILED: the text is not the target's own. {error}. {error.report}")
+            return 1
+        for row, counting in measured:
+            print(
+                f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, essay_decode(row) if is_essay_pair(args) else None)}\n"
+            )
+            if table := against_transformers(row):
+                print(f"{table}\n")
+            if args.show and counting:
+                print(
+                    shown_rounds(target.tokenizer, counting.proposals, counting.accepted, counting.tokens, counting.emitted, colour=True),
+                    "\n",
+                )
+            print(verdict(row))
+        file.finish({"speedup": statistics.median(row["speedup"] for row, _ in measured)})
+    print(f"results in {args.results}")
+    if args.self_draft and not check_self_draft([row for row, _ in measured]):
+        print("FAILED: a model drafting for itself was not accepted every time: its cache is wrong")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,252 @@
+"""Loading models and pairs.
+
+A model name is a hub id, a folder, a `.gguf` file, `smollm2` (the embedded target), or for drafts `cut:0,1,29` (those
+layers of the target, with its own embedding and head).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import socket
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.initialization import no_init_weights
+
+import cpu_linear
+from embedded_pair import ensure_target, load_gguf, sha256
+from spec_checks import Loaded, check_blocks, check_same_tokenizer
+from spec_common import HERE, UserError, dtype_name, is_out_of_memory, say
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+EMBEDDED = "smollm2"
+PAIRS = {
+    "smollm2": (EMBEDDED, "cut:0,1,29"),
+    "essay": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+}
+# Shapes that `--random-weights` knows without a hub: the published configs of the essay's family.
+SHIPPED_CONFIGS = {path.parent.name: path.parent for path in (HERE / "configs").glob("*/config.json")}
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def hub_is_out_of_reach() -> bool:
+    """True if the hub cannot be reached; asked first because its client tries for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    host = re.sub(r"^https?://", "", constants.ENDPOINT).split("/")[0].split(":")[0]
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        import urllib.request
+
+        return not urllib.request.getproxies()
+    return False
+
+
+def locate(name: str, flag: str) -> str:
+    """Where the model of that name is to be loaded from. Raises UserError if it is nowhere, before any slow try."""
+    if not name.strip():
+        raise UserError(f"{flag}: empty; give a hub id, a folder or a .gguf file")
+    if name == EMBEDDED:
+        return str(ensure_target())
+    path = Path(name).expanduser()
+    if path.exists():
+        if path.is_file() and path.suffix != ".gguf":
+            raise UserError(f"{flag} {name}: a file; give the folder it is in, or a .gguf file")
+        return str(path)
+    if not re.fullmatch(r"[\w-]+/[\w.-]+|[\w-][\w.-]*", name) or path.suffix == ".gguf":
+        raise UserError(f"{flag} {name}: no such file or folder")
+    from huggingface_hub import try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str) and hub_is_out_of_reach():
+        raise UserError(
+            f"{flag} {name}: no such folder, and the model hub is offline or out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"
+        )
+    return name
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:200]
+
+
+def explain(error: BaseException, name: str, flag: str) -> UserError:
+    """The one line that says what to do about a model that does not load."""
+    text = str(error)
+    hints = (
+        ("gated", "the model is gated: accept its licence on the hub and log in with `hf auth login`"),
+        ("trust_remote_code", "it needs its own code; read that code, then pass --trust-remote-code"),
+        ("no file named model.safetensors", "it has no safetensors weights, the only kind loaded here"),
+        ("not a valid model identifier", "not a folder here and not a model on the hub"),
+        ("couldn't connect", f"the model hub is out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"),
+        ("not a valid JSON", "its config.json cannot be read"),
+        ("does not recognize this architecture", "its architecture is not known to this version of transformers"),
+    )
+    hint = next((hint for mark, hint in hints if mark in text), first_line(error))
+    return UserError(f"{flag} {name}: {hint}")
+
+
+def read_config(where: str, name: str, flag: str, revision: str | None, trust: bool):
+    """The config, refused where the class cannot write left to right. Raises UserError."""
+    try:
+        if where.endswith(".gguf"):
+            return AutoConfig.from_pretrained(Path(where).parent, gguf_file=Path(where).name)
+        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
+    except Exception as error:  # every loader of transformers raises its own kinds
+        raise explain(error, name, flag) from error
+    known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not known:
+        kind = "an encoder-decoder" if config.is_encoder_decoder else f"a '{config.model_type}' model"
+        raise UserError(f"{flag} {name}: {kind}, not a causal language model; choose one that writes left to right")
+    return config
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+def parameter_bytes(config, dtype: torch.dtype) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters()) * dtype.itemsize
+
+
+def placement(needed_bytes: int, device: torch.device, name: str, flag: str) -> dict:
+    """How to place a model of that size: on the device, or spread by accelerate where the GPU alone is too small.
+
+    Raises UserError where the machine's memory cannot hold it.
+    """
+    import psutil
+
+    ram = psutil.virtual_memory().available
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if needed_bytes > 0.9 * free:
+            say(
+                f"{flag} {name}: {needed_bytes / 1e9:.1f} GB do not fit in {free / 1e9:.1f} GB free on {device}: spread with device_map=auto"
+            )
+            return {"device_map": "auto"}
+    elif needed_bytes > 0.95 * ram:
+        raise UserError(
+            f"{flag} {name}: needs {needed_bytes / 1e9:.1f} GB and {ram / 1e9:.1f} GB are free; choose a smaller model or --dtype float16"
+        )
+    return {"device_map": str(device)}
+
+
+def random_model(config, device: torch.device, dtype: torch.dtype):
+    """A model of that config with random weights, made on the device in the dtype: its cost is the real one's."""
+    with no_init_weights(), torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norm weights of 1 and small matrices keep every value finite through the layers in half precision.
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.uniform_(-0.02, 0.02)
+    return model
+
+
+def load_random(name: str, flag: str, device: torch.device, dtype: torch.dtype, revision=None, trust=False) -> Loaded:
+    shipped = re.sub(r"-instruct$", "", name.split("/")[-1].lower())
+    where = str(SHIPPED_CONFIGS.get(shipped) or locate(name, flag))
+    config = read_config(where, name, flag, revision, trust)
+    placement(parameter_bytes(config, dtype), device, name, flag)
+    return Loaded(random_model(config, device, dtype).eval(), None, name, flag, {"name": name, "weights": "random"})
+
+
+def weights_about(where: str, config) -> dict:
+    """What identifies the weights in the result file: the hub's commit, or the hash of the files."""
+    path = Path(where)
+    if not path.exists():
+        return {"revision": getattr(config, "_commit_hash", None)}
+    hashes = [sha256(file) for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
+    return {"sha256": hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()}
+
+
+def load(name: str, flag: str, device: torch.device, dtype: torch.dtype, revision: str | None = None, trust: bool = False) -> Loaded:
+    """Load a model and its tokenizer from a hub id, folder or .gguf file; safetensors only. Raises UserError."""
+    where = locate(name, flag)
+    config = read_config(where, name, flag, revision, trust)
+    try:
+        placed = placement(parameter_bytes(config, dtype), device, name, flag)
+        if where.endswith(".gguf"):
+            model, tokenizer = load_gguf(Path(where), dtype, **placed)
+        else:
+            options = {"revision": revision, "trust_remote_code": trust}
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, use_safetensors=True, **placed, **options)
+            tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UserError(f"{flag} {name}: out of memory while loading; choose a smaller model or --dtype float16") from error
+        raise explain(error, name, flag) from error
+    shown = Path(where).name if Path(where).exists() and name != EMBEDDED else name  # no home folder in a result file
+    return Loaded(model.eval(), tokenizer, shown, flag, {"name": shown, **weights_about(where, config)})
+
+
+def cut_draft(target: Loaded, name: str) -> Loaded:
+    """A draft made of some of the target's own layers, e.g. `cut:0,1,29`; embedding, last norm and head are shared."""
+    match = re.fullmatch(r"cut:(\d+(?:,\d+)*)", name)
+    if not match:
+        raise UserError(f"--draft {name}: write cut: and layer numbers, e.g. cut:0,1,29")
+    wanted = [int(number) for number in match[1].split(",")]
+    config = copy.deepcopy(target.model.config)
+    if max(wanted) >= config.num_hidden_layers:
+        raise UserError(f"--draft {name}: the target has layers 0 to {config.num_hidden_layers - 1}")
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in wanted]
+    config.num_hidden_layers = len(wanted)
+    place = {layer: [new for new, old in enumerate(wanted) if old == layer] for layer in wanted}
+    state = {}
+    for key, value in target.model.state_dict().items():
+        layer = re.search(r"(?<=\.)\d+(?=\.)", key)
+        for new in place.get(int(layer[0]), []) if layer else [None]:
+            state[key if new is None else f"{key[: layer.start()]}{new}{key[layer.end() :]}"] = value
+    with no_init_weights(), torch.device(target.model.device):
+        draft = type(target.model)(config).to(target.model.dtype)
+    draft.load_state_dict(state, assign=True)
+    draft.tie_weights()
+    draft.set_output_embeddings(target.model.get_output_embeddings())  # one head module, so it is packed once
+    return Loaded(draft.eval(), target.tokenizer, name, "--draft", {"name": name, "cut_from": target.about})
+
+
+# -------------------------------------------------------------------------------------------------------------- pairs
+
+
+def load_pair(args, device: torch.device, dtype: torch.dtype, drafts: list[str]) -> tuple[Loaded, list[Loaded]]:
+    """The target and its drafts, checked against each other, linear layers packed. Raises UserError.
+
+    A pair without a shared tokenizer is refused here, before any timing. `args` holds the shared options.
+    """
+    kind = linear_kind(args, device, dtype)
+    target = load(args.target, "--target", device, dtype, args.revision, args.trust_remote_code)
+    loaded = []
+    for name in drafts:
+        if name.startswith("cut:"):
+            loaded.append(cut_draft(target, name))
+        elif name == args.target:
+            loaded.append(Loaded(target.model, target.tokenizer, target.name, "--draft", target.about))
+        else:
+            loaded.append(load(name, "--draft", device, dtype, getattr(args, "draft_revision", None), args.trust_remote_code))
+            check_same_tokenizer(target, loaded[-1])
+    cpu_linear.pack([target.model, *(draft.model for draft in loaded)], kind)
+    for one in [target, *loaded]:
+        check_blocks(one)
+        one.about.update(dtype=dtype_name(one.model.dtype), cpu_linear=kind)
+    return target, loaded
+
+
+def linear_kind(args, device: torch.device, dtype: torch.dtype) -> str:
+    try:
+        return cpu_linear.choose(args.cpu_linear, device, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error

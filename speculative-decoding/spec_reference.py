@@ -1,0 +1,88 @@
+"""transformers' own `generate`, greedy and assisted, as further arms of the same run: the independent oracle.
+
+Assisted generation is pinned to a fixed k (its defaults adapt k and stop at a confidence threshold), and a streamer
+reads the tokens of each round, so that not only the text but every round's length can be compared with ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import torch
+from transformers import GenerationConfig
+
+from spec_common import timed
+from spec_compare import Task
+from spec_loop import Decoded
+
+
+class RoundLengths:
+    """A streamer that notes how many tokens each put() brings: first the prompt, then a round at a time."""
+
+    def __init__(self):
+        self.puts: list[int] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.puts.append(tokens.numel())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def rounds(self) -> list[int]:
+        return self.puts[1:]
+
+
+def plain_config(n_tokens: int, ends: frozenset[int]) -> GenerationConfig:
+    """Greedy, nothing else: a checkpoint's repetition penalty or sampling would make it another method."""
+    return GenerationConfig(
+        do_sample=False, num_beams=1, max_new_tokens=n_tokens, use_cache=True, eos_token_id=sorted(ends) or None, pad_token_id=0
+    )
+
+
+def overridden(model) -> dict:
+    """What the checkpoint's own generation config asks for and a greedy comparison must leave out."""
+    kept = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+    return {name: value for name, value in model.generation_config.to_diff_dict().items() if name not in kept}
+
+
+@contextlib.contextmanager
+def generation_config(model, config: GenerationConfig):
+    """`generate` fills gaps from the model's own config, so that is swapped while it runs."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def assistant_config(k: int) -> GenerationConfig:
+    return GenerationConfig(
+        num_assistant_tokens=k,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+        assistant_ensemble_weight=None,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+    )
+
+
+def run_generate(task: Task, assisted: bool) -> tuple[tuple[Decoded, float], float]:
+    """One `generate`, its own prefill included. Returns ((Decoded, 0.0), seconds), as the arms of spec_compare do."""
+    streamer = RoundLengths()
+    options = {"assistant_model": task.draft} if assisted else {}
+    with generation_config(task.target, plain_config(task.n_tokens, task.ends)), generation_config(task.draft, assistant_config(task.k)):
+        write = partial(task.target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options)
+        written, seconds = timed(write, task.device)
+    done = Decoded(tokens=written[0, task.prompt.shape[1] :].tolist(), emitted=streamer.rounds, target_passes=len(streamer.rounds))
+    return (done, 0.0), seconds
+
+
+def reference_arms(task: Task) -> dict:
+    """The two arms of --vs-transformers. The assisted one is left out for k=0, which it does not have."""
+    arms = {"generate": lambda: run_generate(task, assisted=False)}
+    if task.k:
+        arms["assisted"] = lambda: run_generate(task, assisted=True)
+    return arms

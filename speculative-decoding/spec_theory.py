@@ -1,0 +1,60 @@
+"""The formulas: what speculation should give, from acceptance and measured costs. No torch, no timing.
+
+alpha: chance that a judged guess is accepted. c: one draft pass over one target pass, both of one token. V(n): a target
+pass over n tokens over a pass over one. All fractions and ratios. Source: Leviathan et al. 2023 (arXiv 2211.17192).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+def expected_tokens(alpha: float, k: int) -> float:
+    """Tokens a round, (1 - alpha**(k+1)) / (1 - alpha). Leviathan et al., equation 1."""
+    return float(k + 1) if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+
+
+def ceiling(alpha: float) -> float | None:
+    """Tokens a round for unbounded k, 1 / (1 - alpha); None (no ceiling) at alpha 1."""
+    return None if alpha == 1 else 1 / (1 - alpha)
+
+
+def leviathan_speedup(alpha: float, c: float, k: int, passes: int | None = None) -> float:
+    """Closed form, checking taken as free: E / (k c + 1). Leviathan et al., theorem 3.8.
+
+    `passes`: draft passes a round where it is not k (the essay's loop takes k + 1).
+    """
+    return expected_tokens(alpha, k) / ((k if passes is None else passes) * c + 1)
+
+
+def cost_speedup(
+    tokens: int, draft_passes: int, verified: Sequence[int], c: float, v: Callable[[int], float], overhead: float = 0.0
+) -> float:
+    """The measured-cost form, E_k / (k c + V(k+1) + o), summed over the rounds that a run really took.
+
+    `verified` holds the tokens in each round's target pass; `overhead` is the loop's own time a round and, as in plain
+    decoding, a token, in units of one target pass.
+    """
+    spent = draft_passes * c + sum(v(n) for n in verified) + overhead * len(verified)
+    return tokens * (1 + overhead) / spent
+
+
+def interpolated(costs: dict[int, float]) -> Callable[[int], float]:
+    """V(n) for any n from the measured ones: straight lines between them, the last slope carried on past the end."""
+    points = sorted(costs.items())
+
+    def v(n: int) -> float:
+        after = next((i for i, (size, _) in enumerate(points) if size >= n), len(points) - 1)
+        if points[after][0] == n or len(points) == 1:
+            return points[after][1]
+        (n0, v0), (n1, v1) = points[max(after, 1) - 1], points[max(after, 1)]
+        return v0 + (v1 - v0) * (n - n0) / (n1 - n0)
+
+    return v
+
+
+def best_k(alpha: float, c: float, v: Callable[[int], float], largest: int) -> tuple[int, float]:
+    """The k from 0 to `largest` of the highest predicted speedup, and that speedup. 0, at 1.0, means: do not."""
+    predicted = {k: expected_tokens(alpha, k) / (k * c + v(k + 1)) for k in range(1, largest + 1)}
+    best = max(predicted, key=predicted.get, default=0)
+    return (best, predicted[best]) if best and predicted[best] > 1 else (0, 1.0)

@@ -1,0 +1,61 @@
+"""The five prompts, from the most predictable to the least, and the reading of prompts from a file.
+
+Every prompt is the beginning of a text that the model goes on with, so the words alone decide how predictable it is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+WORKLOADS = {
+    "code": '''def add(a, b):
+    """Return the sum of a and b."""
+    return a + b
+
+
+def subtract(a, b):
+    """Return the difference of a and b."""
+    return a - b
+
+
+def multiply(a, b):
+    """Return the product of a and b."""
+''',
+    "repetitive": "One green bottle on the wall. Two green bottles on the wall. Three green bottles on the wall. "
+    "Four green bottles on the wall. Five green bottles on the wall. Six green",
+    "open prose": "The lighthouse keeper had not spoken to anyone for three weeks when the boat appeared. She put down her lamp and",
+    "factual list": "The countries of Europe and their capitals:\n1. France - Paris\n2. Germany - Berlin\n3. Italy - Rome\n4. Spain -",
+    "structured": '[\n  {"id": 1, "name": "kettle", "price": 24.5, "in_stock": true},\n  {"id": 2, "name": "toaster", "price": 31.0, "in_stock": false},\n  {"id": 3,',
+}
+DEFAULT_WORKLOAD = "open prose"
+JSONL_KEYS = ("prompt", "text", "turns")
+
+
+def prompt_of(record: object) -> str:
+    """The prompt in one JSONL record: a string, or an object with prompt, text, or turns (the first turn)."""
+    if isinstance(record, dict):
+        record = next((record[key] for key in JSONL_KEYS if key in record), None)
+    if isinstance(record, list) and record:
+        record = record[0]
+    if not isinstance(record, str) or not record.strip():
+        raise ValueError(f"needs a string, or an object with one of {', '.join(JSONL_KEYS)}")
+    return record
+
+
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    """(name, prompt) from a file: each line of a .jsonl, else the whole text as one. Raises ValueError, OSError."""
+    text = Path(path).expanduser().read_text(encoding="utf-8")
+    if Path(path).suffix != ".jsonl":
+        found = [(Path(path).name, text)]
+    else:
+        found = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                try:
+                    found.append((f"{Path(path).name}:{number}", prompt_of(json.loads(line))))
+                except ValueError as error:
+                    raise ValueError(f"line {number}: {error}") from error
+    if not any(prompt.strip() for _, prompt in found):
+        raise ValueError("no prompt in it")
+    return found
