@@ -98,22 +98,22 @@ def pack(models: list[nn.Module], kind: str) -> None:
                 setattr(parent, name, done[id(child)])
 
 
-def bytes_read_per_pass(model: nn.Module) -> int:
-    """Bytes of weights that one pass over one token reads: all but the look-up tables (a tied table counts as the head)."""
-    packed = sum(
-        module.in_features * module.out_features * module.bytes_per_weight
-        for module in model.modules()
-        if isinstance(module, tuple(KINDS.values()))
-    )
-    head = model.get_output_embeddings()
-    tied = isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    if tied:
-        tables.discard(id(head.weight))
-    return packed + sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in tables)
+def pass_weights(model: nn.Module) -> tuple[float, float]:
+    """(weights, bytes) that a pass over one token multiplies with and reads: all but the look-up tables.
 
-
-def weights_multiplied_per_token(model: nn.Module) -> int:
-    """How many weights a token is multiplied with in one pass (2 operations each): those of the linear layers."""
-    kinds = (nn.Linear, *KINDS.values())
-    return sum(module.in_features * module.out_features for module in model.modules() if isinstance(module, kinds))
+    A table tied to the head counts, as the head. Of a mixture's experts, those that one token takes.
+    """
+    layers = [module for module in model.modules() if isinstance(module, tuple(KINDS.values()))]
+    weights = float(sum(layer.in_features * layer.out_features for layer in layers))
+    read = float(sum(layer.in_features * layer.out_features * layer.bytes_per_weight for layer in layers))
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head)}
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    share = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+    for parameter in model.parameters():
+        if id(parameter) not in tables:
+            size = parameter.numel() * (share if parameter.dim() == 3 else 1)
+            weights += size if parameter.dim() >= 2 else 0
+            read += size * parameter.element_size()
+    return weights, read

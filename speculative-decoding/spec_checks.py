@@ -69,7 +69,7 @@ def check_blocks(loaded: Loaded) -> None:
             forward(model, ids.flip(1)[:, :9], cache, 1)
             rollback(cache, 6)
             block = forward(model, ids, cache, 4).float()
-    except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
+    except (UserError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
         if is_out_of_memory(error):
             raise UserError(f"{loaded.flag} {loaded.name}: out of memory in a pass over ten tokens; choose a smaller model") from error
         raise refusal from error

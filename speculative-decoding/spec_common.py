@@ -56,6 +56,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in text or "out of memory" in text
 
 
+def first_line(error: BaseException) -> str:
+    """The first line that an error says, or its kind."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:200]
+
+
 # ---------------------------------------------------------------------------------------------------- device and dtype
 
 
@@ -229,6 +235,18 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return whole
 
 
+def whole_list(minimum: int) -> Callable[[str], list[int]]:
+    """A type for argparse: whole numbers with commas or blanks between, sorted, each once."""
+
+    def whole_numbers(text: str) -> list[int]:
+        numbers = [at_least(minimum)(part) for part in text.replace(",", " ").split()]
+        if not numbers:
+            raise argparse.ArgumentTypeError("empty; give whole numbers such as 1,2,4,8")
+        return sorted(set(numbers))
+
+    return whole_numbers
+
+
 def fraction(text: str) -> float:
     try:
         number = float(text)
@@ -239,7 +257,7 @@ def fraction(text: str) -> float:
     return number
 
 
-def make_parser(doc: str, script: str) -> argparse.ArgumentParser:
+def make_parser(doc: str, script: str, resume: bool = False) -> argparse.ArgumentParser:
     """A parser with the options that mean the same in every script; the script adds its own models and sizes."""
     parser = argparse.ArgumentParser(
         description=doc.strip(),
@@ -260,13 +278,14 @@ def make_parser(doc: str, script: str) -> argparse.ArgumentParser:
     shared.add_argument("--repeats", type=at_least(1), default=3, help="counted measurements of each arm")
     shared.add_argument("--warmup", type=at_least(0), default=1, help="uncounted turns of each arm before them")
     shared.add_argument("--results", type=Path, default=HERE / "results" / f"{script}.json", help="where the JSON goes")
-    shared.add_argument(
-        "--resume",
-        nargs="?",
-        const="strict",
-        choices=["strict", "auto"],
-        help="finish an interrupted run of the same settings; auto: start afresh where they differ",
-    )
+    if resume:
+        shared.add_argument(
+            "--resume",
+            nargs="?",
+            const="strict",
+            choices=["strict", "auto"],
+            help="finish an interrupted run of the same settings; auto: start afresh where they differ",
+        )
     return parser
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_common import Watch, dtype_name, interleave, ratio_summary, timed
+from spec_common import Watch, dtype_name, first_line, interleave, is_out_of_memory, ratio_summary, timed
 from spec_loop import Decoded, ModelDrafter, baseline, prefill, speculate
 from spec_pass import forward, new_cache
 from spec_theory import cost_speedup, interpolated, leviathan_speedup
@@ -151,6 +151,7 @@ def counts(task: Task, done: Decoded) -> dict:
         "acceptance_per_position": [ratio(count, rounds) for count in reached],
         "acceptance_per_position_given_the_last": [ratio(a, b) for a, b in zip(reached, before, strict=True)],
         "accepted_lengths": done.accepted,
+        "emitted_lengths": done.emitted,
         "proposed_lengths": [len(guesses) for guesses in done.proposals],
     }
 
@@ -211,13 +212,16 @@ def where_time_went(plain: tuple, fast: tuple) -> dict:
 def predict(task: Task, counted: dict, costs: dict) -> dict:
     """Both forms of the predicted speedup, from counts and costs alone, before any timed run. See spec_theory.
 
-    `costs`: {"v": {n: V(n)}, "c": ..., "overhead": ...} as `spec_precondition.measure_costs` gives.
+    `costs`: {"v": {n: V(n)}, "c": ..., "target_pass_s": ...} as `spec_costs.costs_of` gives; the loop's own time a round
+    comes from the watched run.
     """
     extra = ESSAY_ROUND[task.loop] if task.k else 0
     closed = None if counted["alpha"] is None else leviathan_speedup(counted["alpha"], costs["c"], task.k, task.k + extra)
     verified = [length + 1 for length in counted["proposed_lengths"]]
     v = interpolated({int(n): cost for n, cost in costs["v"].items()})
-    measured = cost_speedup(counted["emitted"], counted["draft_passes"], verified, costs["c"], v, costs["overhead"])
+    overhead = counted["overhead_s"] / counted["target_passes"] / costs["target_pass_s"]
+    share = counted["baseline_overhead_share"]
+    measured = cost_speedup(counted["emitted"], counted["draft_passes"], verified, costs["c"], v, overhead, share / (1 - share))
     return {"predicted_leviathan": closed, "predicted_costs": measured}
 
 
@@ -229,9 +233,17 @@ def compare(
     `more_arms` are further ways to write the same tokens: name -> function returning ((Decoded, 0.0), seconds).
     """
     (first, _), _ = run_baseline(task)
-    (counting, _), _ = run_speculative(task)
-    near_ties = [check_exact(task, "speculative", first.tokens, counting.tokens, allow_near_ties)]
-    row = {"k": task.k, "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1], **counts(task, counting)}
+    plain, fast = watched(run_baseline, task), watched(run_speculative, task)
+    near_ties = []
+
+    def check(arm: str, done: Decoded) -> None:
+        if tie := check_exact(task, arm, first.tokens, done.tokens, allow_near_ties):
+            near_ties.append(tie)
+
+    check("baseline, watched", plain[0])
+    check("speculative, watched", fast[0])
+    row = {"k": task.k, "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1], **counts(task, fast[0])}
+    row.update(where_time_went(plain, fast))
     if costs:
         row.update(predict(task, row, costs))
     arms = {
@@ -243,12 +255,37 @@ def compare(
     samples = interleave(arms, repeats, warmup)
     for arm, runs in samples.items():
         for (done, _), _ in runs:
-            near_ties.append(check_exact(task, arm, first.tokens, done.tokens, allow_near_ties))
-    plain, fast = watched(run_baseline, task), watched(run_speculative, task)
-    for arm, run in (("baseline", plain), ("speculative", fast)):
-        near_ties.append(check_exact(task, f"{arm}, watched", first.tokens, run[0].tokens, allow_near_ties))
-    row.update(speed(samples, len(first.tokens)), **where_time_went(plain, fast))
-    row.update(exact=not any(near_ties), near_ties=[tie for tie in near_ties if tie], error=None)
+            check(arm, done)
+    row.update(speed(samples, len(first.tokens)), exact=not near_ties, near_ties=near_ties, error=None)
     if row.get("predicted_costs") is not None:
         row["prediction_error"] = row["predicted_costs"] - row["speedup"]
-    return row, counting
+    return row, fast[0]
+
+
+# ------------------------------------------------------------------------------------------------------- cells in a file
+
+
+def failed_row(task: Task, error: Exception) -> dict:
+    """The row of a cell that gave no measurement: why, and nulls where a reader would look for a number."""
+    report = error.report if isinstance(error, Mismatch) else None
+    return {"k": task.k, "loop": task.loop, "n_tokens": task.n_tokens, "speedup": None, "exact": False if report else None,
+            "mismatch": report, "error": first_line(error)}  # fmt: skip
+
+
+def cell(file, task: Task, args, where: dict, costs: dict | None = None, more_arms: dict | None = None) -> dict:
+    """The row of one cell of a sweep: the file's if it has it, else measured and added. `where` names the cell.
+
+    A cell that runs out of memory is recorded and the sweep goes on. A Mismatch is recorded and raised: it fails the run.
+    """
+    if found := file.find(**where):
+        return found
+    try:
+        row, counting = compare(task, args.repeats, args.warmup, args.allow_near_ties, costs, more_arms)
+        return file.add({**where, **row, "tokens": counting.tokens, "proposals": counting.proposals})
+    except Mismatch as error:
+        file.add({**where, **failed_row(task, error)})
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return file.add({**where, **failed_row(task, error)})

@@ -12,12 +12,12 @@ the target. Every run asserts it, and a mismatch fails the run (exit 1). The loo
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
 from spec_checks import check_room, context_limit, end_ids, prompt_ids
 from spec_common import UserError, at_least, command, dtype_name, fixed, make_parser, markdown_table, percent, ratio_summary, say, set_up
-from spec_compare import Mismatch, Task, compare
+from spec_compare import Mismatch, Task, cell
 from spec_essay import essay_decode, is_essay_pair
 from spec_loop import LOOPS
 from spec_models import PAIRS, load_pair
@@ -31,13 +31,18 @@ ACCEPTED, CORRECTED, DISCARDED, PLAIN = "\033[32m", "\033[33m", "\033[2;9m", "\0
 # ------------------------------------------------------------------------------------------------ what the user picks
 
 
-def add_task_options(parser, n_tokens: int = 64) -> None:
-    """The options of every script that decodes: the pair, how much, how."""
+def add_task_options(parser) -> None:
+    """The pair, how much to write, how."""
     parser.add_argument("--pair", choices=PAIRS, default="smollm2", help="a target and draft that belong together")
     parser.add_argument("--target", help="hub id, folder, .gguf file or 'smollm2'; the pair's if left out")
     parser.add_argument("--draft", help="hub id, folder, .gguf file or 'cut:0,1,29' (layers of the target); the pair's if left out")
     parser.add_argument("--draft-revision", help="revision of the draft on the hub")
-    parser.add_argument("--n-tokens", type=at_least(1), default=n_tokens, help="tokens to write")
+    add_decoding_options(parser)
+
+
+def add_decoding_options(parser) -> None:
+    """How much to write and how: the same in every script that decodes."""
+    parser.add_argument("--n-tokens", type=at_least(1), default=64, help="tokens to write")
     parser.add_argument("--loop", choices=LOOPS, default="lean", help="lean: k draft passes a round; essay: k+1, always a full k")
     parser.add_argument("--stop-at-eos", action="store_true", help="stop at the model's end token; otherwise write on to --n-tokens")
     parser.add_argument("--chat", action="store_true", help="put the prompt through the target's chat template")
@@ -159,11 +164,12 @@ def verdict(row: dict) -> str:
     return f"{text}; {words}; {aa}."
 
 
-def shown_rounds(tokenizer, proposals: list[list[int]], accepted: list[int], tokens: list[int], emitted: list[int], colour: bool) -> str:
+def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
     """The text round by round: guesses kept, the target's own token, and what was thrown away."""
     marks = (ACCEPTED, CORRECTED, DISCARDED, PLAIN) if colour else ("", "", "", "")
-    lines, start = [], 0
-    for number, (guesses, kept, count) in enumerate(zip(proposals, accepted, emitted, strict=True), 1):
+    lines, start, tokens = [], 0, row["tokens"]
+    rounds = zip(row["proposals"], row["accepted_lengths"], row["emitted_lengths"], strict=True)
+    for number, (guesses, kept, count) in enumerate(rounds, 1):
         written, start = tokens[start : start + count], start + count
         kept = min(kept, count)
         parts = [("accepted", marks[0], written[:kept]), ("target", marks[1], written[kept:]), ("discarded", marks[2], guesses[kept:])]
@@ -175,50 +181,36 @@ def shown_rounds(tokenizer, proposals: list[list[int]], accepted: list[int], tok
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def failed_row(args, name: str, k: int, error: Exception) -> dict:
-    """The row of a cell that gave no measurement: why, and nulls where a reader would look for a number."""
-    report = error.report if isinstance(error, Mismatch) else None
-    return {
-        "workload": name,
-        "k": k,
-        "loop": args.loop,
-        "n_tokens": args.n_tokens,
-        "speedup": None,
-        "exact": False if report else None,
-        "mismatch": report,
-        "error": str(error).splitlines()[0][:300] if str(error) else type(error).__name__,
-    }
-
-
-def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, device) -> list:
-    """Measure every prompt not yet in the file. Returns [(row, counted run or None)]."""
-    measured = []
+def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, device) -> list[dict]:
+    """Measure every prompt not yet in the file. Returns their rows."""
+    rows = []
     for name, text in prompts:
-        if found := file.find(workload=name):
-            measured.append((found, None))
-            continue
         task = make_task(args, target, draft, text, args.k, device)
-        more = reference_arms(task) if args.vs_transformers else None
         say(f"{name}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ...")
-        try:
-            row, counting = compare(task, args.repeats, args.warmup, args.allow_near_ties, more_arms=more)
-        except Mismatch as error:
-            file.add(failed_row(args, name, args.k, error))
-            raise
-        text_out = target.tokenizer.decode(counting.tokens)
-        measured.append(
-            (file.add({"workload": name, **row, "text": text_out, "tokens": counting.tokens, "proposals": counting.proposals}), counting)
-        )
-    return measured
+        rows.append(cell(file, task, args, {"workload": name}, more_arms=reference_arms(task) if args.vs_transformers else None))
+    return rows
 
 
-def check_self_draft(rows: Sequence[dict]) -> bool:
-    """Two identical models must agree on everything."""
-    return all(row["acceptance_rate"] in (1.0, None) for row in rows)
+def print_row(row: dict, args, tokenizer) -> None:
+    """One prompt's tables, its text if asked for, and the verdict."""
+    if row["error"]:
+        print(f"\n{row['workload']}: not measured, {row['error']}")
+        return
+    print(f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, essay_decode(row) if is_essay_pair(args) else None)}\n")
+    if table := against_transformers(row):
+        print(f"{table}\n")
+    if args.show:
+        print(shown_rounds(tokenizer, row, colour=sys.stdout.isatty()) + "\n")
+    print(verdict(row))
+
+
+def median_of(rows: list[dict], name: str) -> float | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.median(values) if values else None
 
 
 def parse_args(argv):
-    parser = make_parser(__doc__, "spec_decode")
+    parser = make_parser(__doc__, "spec_decode", resume=True)
     add_task_options(parser)
     add_prompt_options(parser)
     parser.add_argument("-k", "--k", type=at_least(0), default=5, help="guesses a round; 0 is plain decoding")
@@ -244,25 +236,15 @@ def main(argv=None) -> int:
     print(f"{target.name} + {draft.name}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
     with ResultFile(args.results, "spec_decode", config, environment(device, dtype, target.model), args.resume) as file:
         try:
-            measured = run(args, target, draft, prompts, file, device)
+            rows = run(args, target, draft, prompts, file, device)
         except Mismatch as error:
             print(f"FAILED: the text is not the target's own. {error}. {error.report}")
             return 1
-        for row, counting in measured:
-            print(
-                f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, essay_decode(row) if is_essay_pair(args) else None)}\n"
-            )
-            if table := against_transformers(row):
-                print(f"{table}\n")
-            if args.show and counting:
-                print(
-                    shown_rounds(target.tokenizer, counting.proposals, counting.accepted, counting.tokens, counting.emitted, colour=True),
-                    "\n",
-                )
-            print(verdict(row))
-        file.finish({"speedup": statistics.median(row["speedup"] for row, _ in measured)})
+        file.finish({"speedup": median_of(rows, "speedup")})
+    for row in rows:
+        print_row(row, args, target.tokenizer)
     print(f"results in {args.results}")
-    if args.self_draft and not check_self_draft([row for row, _ in measured]):
+    if args.self_draft and not all(row["acceptance_rate"] in (1.0, None) for row in rows if not row["error"]):
         print("FAILED: a model drafting for itself was not accepted every time: its cache is wrong")
         return 1
     return 0

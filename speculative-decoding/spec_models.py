@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 import cpu_linear
 from embedded_pair import ensure_target, load_gguf, sha256
 from spec_checks import Loaded, check_blocks, check_same_tokenizer
-from spec_common import HERE, UserError, dtype_name, is_out_of_memory, say
+from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, say
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -30,6 +30,7 @@ PAIRS = {
     "smollm2": (EMBEDDED, "cut:0,1,29"),
     "essay": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
 }
+EMBEDDED_DRAFTS = ("cut:0,1,29", "cut:0,10,20,29")
 # Shapes that `--random-weights` knows without a hub: the published configs of the essay's family.
 SHIPPED_CONFIGS = {path.parent.name: path.parent for path in (HERE / "configs").glob("*/config.json")}
 
@@ -73,11 +74,6 @@ def locate(name: str, flag: str) -> str:
             f"{flag} {name}: no such folder, and the model hub is offline or out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"
         )
     return name
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0][:200]
 
 
 def explain(error: BaseException, name: str, flag: str) -> UserError:

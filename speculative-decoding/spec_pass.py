@@ -11,8 +11,10 @@ import inspect
 import torch
 from transformers import DynamicCache
 
+from spec_common import UserError
 
-class DecodingError(RuntimeError):
+
+class DecodingError(UserError):
     """A pass gave something no text may be made of: logits that are not finite, or a cache that did not roll back."""
 
 

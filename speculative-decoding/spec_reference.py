@@ -7,6 +7,7 @@ reads the tokens of each round, so that not only the text but every round's leng
 from __future__ import annotations
 
 import contextlib
+import copy
 from functools import partial
 
 import torch
@@ -72,8 +73,10 @@ def assistant_config(k: int) -> GenerationConfig:
 def run_generate(task: Task, assisted: bool) -> tuple[tuple[Decoded, float], float]:
     """One `generate`, its own prefill included. Returns ((Decoded, 0.0), seconds), as the arms of spec_compare do."""
     streamer = RoundLengths()
-    options = {"assistant_model": task.draft} if assisted else {}
-    with generation_config(task.target, plain_config(task.n_tokens, task.ends)), generation_config(task.draft, assistant_config(task.k)):
+    # A model that drafts for itself needs a second generation config: a shallow copy has one and shares the weights.
+    draft = copy.copy(task.draft) if task.draft is task.target else task.draft
+    options = {"assistant_model": draft} if assisted else {}
+    with generation_config(task.target, plain_config(task.n_tokens, task.ends)), generation_config(draft, assistant_config(task.k)):
         write = partial(task.target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options)
         written, seconds = timed(write, task.device)
     done = Decoded(tokens=written[0, task.prompt.shape[1] :].tolist(), emitted=streamer.rounds, target_passes=len(streamer.rounds))

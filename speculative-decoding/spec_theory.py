@@ -28,15 +28,21 @@ def leviathan_speedup(alpha: float, c: float, k: int, passes: int | None = None)
 
 
 def cost_speedup(
-    tokens: int, draft_passes: int, verified: Sequence[int], c: float, v: Callable[[int], float], overhead: float = 0.0
+    tokens: int,
+    draft_passes: int,
+    verified: Sequence[int],
+    c: float,
+    v: Callable[[int], float],
+    overhead: float = 0.0,
+    plain_overhead: float = 0.0,
 ) -> float:
     """The measured-cost form, E_k / (k c + V(k+1) + o), summed over the rounds that a run really took.
 
-    `verified` holds the tokens in each round's target pass; `overhead` is the loop's own time a round and, as in plain
-    decoding, a token, in units of one target pass.
+    `verified` holds the tokens in each round's target pass. `overhead` is the loop's own time a round and
+    `plain_overhead` that of plain decoding a token, both in units of one target pass over one token.
     """
     spent = draft_passes * c + sum(v(n) for n in verified) + overhead * len(verified)
-    return tokens * (1 + overhead) / spent
+    return tokens * (1 + plain_overhead) / spent
 
 
 def interpolated(costs: dict[int, float]) -> Callable[[int], float]:

@@ -1,0 +1,140 @@
+"""One pass over a text answers every prefix of it at once.
+
+Claim: what a causal model computes at position i is what it computes when the text ends at i. So checking k guesses
+takes one pass, not k. Where the claim fails (a model that also looks ahead) the script names the position and exits 1.
+
+    python spec_one_pass.py                              # the essay's sentence on the embedded target
+    python spec_one_pass.py --model gpt2 --text "A cat sat on the"
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+import cpu_linear
+from spec_checks import check_room, prompt_ids
+from spec_common import UserError, at_least, command, dtype_name, make_parser, markdown_table, set_up
+from spec_models import EMBEDDED, linear_kind, load
+from spec_results import ResultFile, environment, settings
+
+ESSAY_TEXT = "The capital of France is Paris and it"
+ESSAY_CUT = 5
+# The nesting holds to rounding only, since passes of different lengths add in different orders. A model that looks
+# ahead is off by about the spread of its logits (1.0 on this scale); rounding stays far below.
+TOLERANCE = {torch.float32: 0.01, torch.float16: 0.2, torch.bfloat16: 0.3}
+
+
+@torch.inference_mode()
+def all_logits(model, ids: torch.Tensor) -> torch.Tensor:
+    """(1, n) ids to (n, vocabulary) float32 logits, one pass, no cache."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+    return model(ids, **options).logits[0].float()
+
+
+def predictions(logits: torch.Tensor, tokenizer, ids: list[int]) -> list[dict]:
+    """One row per prefix: its text, and the token the model would write next."""
+    choices = logits.argmax(-1).tolist()
+    return [
+        {"position": i, "prefix": tokenizer.decode(ids[: i + 1]), "prediction_id": choice, "prediction": tokenizer.decode([choice])}
+        for i, choice in enumerate(choices)
+    ]
+
+
+def differences(whole: torch.Tensor, part: torch.Tensor) -> list[float]:
+    """Per position, the largest change of any logit between two passes that agree on the first len(part) tokens."""
+    return (whole[: len(part)] - part).abs().amax(-1).tolist()
+
+
+def run(model, tokenizer, ids: torch.Tensor, cut: int) -> tuple[list[dict], dict]:
+    """Rows for each prefix, and the summary. A row says what one pass over everything predicts there, what the pass
+    over the first `cut` tokens does, and what the prefix gives when it is run alone."""
+    whole = all_logits(model, ids)
+    if not whole.isfinite().all():
+        raise UserError(f"--model: logits are not finite in {dtype_name(model.dtype)}; try another --dtype")
+    rows = predictions(whole, tokenizer, ids[0].tolist())
+    shortened = all_logits(model, ids[:, :cut])
+    for row, difference, choice in zip(rows, differences(whole, shortened), shortened.argmax(-1).tolist(), strict=False):
+        row.update(
+            truncated_prediction=tokenizer.decode([choice]), truncated_difference=difference, truncated_same=choice == row["prediction_id"]
+        )
+    for i, row in enumerate(rows):
+        alone = all_logits(model, ids[:, : i + 1])[-1]
+        row.update(
+            alone_prediction=tokenizer.decode([int(alone.argmax())]),
+            alone_difference=float((alone - whole[i]).abs().max()),
+            alone_same=int(alone.argmax()) == row["prediction_id"],
+        )
+    allowed = TOLERANCE.get(model.dtype, 0.3) * float(whole.std())
+    broken = [row["position"] for row in rows if max(row["alone_difference"], row.get("truncated_difference", 0)) > allowed]
+    summary = {
+        "largest_numerical_difference": max(row.get("truncated_difference", 0) for row in rows),
+        "largest_difference_alone": max(row["alone_difference"] for row in rows),
+        "allowed_difference": allowed, "nesting_holds": not broken, "first_broken_position": broken[0] if broken else None,
+    }  # fmt: skip
+    return rows, summary
+
+
+def same(value: bool) -> str:
+    return "same" if value else "DIFFERENT"
+
+
+COLUMNS_ONE_PASS = [("prefix", "after", repr), ("prediction", "the model writes", repr)]
+COLUMNS_TRUNCATED = [
+    ("position", "pos", str), ("prediction", "all of it", repr), ("truncated_prediction", "the first part alone", repr),
+    ("truncated_same", "", same), ("truncated_difference", "largest difference", "{:.4f}".format),
+]  # fmt: skip
+COLUMNS_ALONE = [
+    ("position", "pos", str), ("prediction", "one pass", repr), ("alone_prediction", "prefix run alone", repr),
+    ("alone_same", "", same), ("alone_difference", "largest difference", "{:.4f}".format),
+]  # fmt: skip
+
+
+def parse_args(argv):
+    parser = make_parser(__doc__, "spec_one_pass")
+    parser.add_argument("--model", default=EMBEDDED, help="hub id, folder, .gguf file or 'smollm2'")
+    parser.add_argument("--text", default=ESSAY_TEXT, help="any text")
+    parser.add_argument("--truncate", type=at_least(1), default=ESSAY_CUT, help="how many tokens the second pass keeps")
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    device, dtype = set_up(args)
+    if not args.text.strip():
+        raise UserError("--text: empty; give some text")
+    kind = linear_kind(args, device, dtype)
+    loaded = load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)
+    ids = prompt_ids(loaded, args.text, False, device)
+    check_room(loaded, ids.shape[1], 0)
+    if args.truncate >= ids.shape[1]:
+        raise UserError(f"--truncate {args.truncate}: the text has {ids.shape[1]} tokens; keep fewer")
+    cpu_linear.pack([loaded.model], kind)
+    print(f"{loaded.name}, {device}, {dtype_name(dtype)}, linear layers: {kind}\n")
+    with ResultFile(
+        args.results, "spec_one_pass", settings(args, model=loaded.about), environment(device, dtype, loaded.model), None
+    ) as file:
+        rows, summary = run(loaded.model, loaded.tokenizer, ids, args.truncate)
+        for row in rows:
+            file.add(row)
+        file.finish(summary)
+    print(f"input: {len(rows)} tokens -> {len(rows)} predictions, one pass\n\n{markdown_table(rows, COLUMNS_ONE_PASS)}\n")
+    print(f"the same pass cut to its first {args.truncate} tokens\n\n{markdown_table(rows[: args.truncate], COLUMNS_TRUNCATED)}\n")
+    print(f"largest numerical difference: {summary['largest_numerical_difference']:.4f}\n")
+    print(f"each prefix run alone, {len(rows)} passes\n\n{markdown_table(rows, COLUMNS_ALONE)}\n")
+    if not summary["nesting_holds"]:
+        print(
+            f"the nesting does NOT hold, first at position {summary['first_broken_position']}: this model looks ahead, it cannot be checked in one pass"
+        )
+        return 1
+    print(
+        f"the nesting holds: one pass gives all {len(rows)} answers (largest difference {summary['largest_difference_alone']:.4f}, rounding)"
+    )
+    print(f"results in {args.results}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,44 @@
+"""What every test shares: one thread, no hub, and one tiny pair on the disk."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any import reads it: no test may wait for a network
+
+import hypothesis
+import pytest
+import torch
+
+import tiny
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("suite", deadline=None, database=None, derandomize=True, max_examples=40)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def disk(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def target_folder(disk) -> str:
+    return tiny.save(tiny.llama(), disk / "target")
+
+
+@pytest.fixture(scope="session")
+def draft_folder(disk) -> str:
+    return tiny.save(tiny.near(tiny.llama()), disk / "draft")
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results.json"
+
+
+@pytest.fixture
+def pair(target_folder, draft_folder, results) -> list[str]:
+    """The options that make any script run on the tiny pair, quickly."""
+    quick = ["--n-tokens", "8", "--repeats", "1", "--warmup", "0"]
+    return ["--device", "cpu", "--target", target_folder, "--draft", draft_folder, *quick, "--results", str(results)]

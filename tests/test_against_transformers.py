@@ -1,0 +1,86 @@
+"""An independent implementation, transformers' own `generate`, writes the same tokens in rounds of the same lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny
+from spec_loop import LOOPS
+from spec_reference import overridden, reference_arms, run_generate
+
+TARGET = tiny.llama()
+DRAFTS = {"itself": TARGET, "near": tiny.near(TARGET), "wrong": tiny.always_wrong(TARGET)}
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_assisted_generation_writes_the_same_tokens_round_by_round(draft, k):
+    task = tiny.task(TARGET, DRAFTS[draft], n=30, k=k)
+    (theirs, _), _ = run_generate(task, assisted=True)
+    ours = tiny.speculated(TARGET, DRAFTS[draft], n=30, k=k)
+    assert theirs.tokens == ours.tokens == tiny.greedy(TARGET, tiny.PROMPT, 30)
+    assert theirs.emitted == ours.emitted
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_assisted_generation_stops_at_the_same_end_token(loop):
+    end = frozenset([tiny.greedy(TARGET, tiny.PROMPT, 10)[7]])
+    (theirs, _), _ = run_generate(tiny.task(TARGET, DRAFTS["near"], k=4, ends=end), assisted=True)
+    assert theirs.tokens == tiny.speculated(TARGET, DRAFTS["near"], k=4, ends=end, loop=loop).tokens
+    assert theirs.tokens[-1] in end
+
+
+def verify_widths(k: int) -> list[int]:
+    """How many tokens each target pass of an assisted run was fed."""
+    target = tiny.llama()
+    widths = []
+    target.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append((kwargs.get("input_ids", args[0] if args else None)).shape[1]), with_kwargs=True
+    )
+    run_generate(tiny.task(target, DRAFTS["near"], n=20, k=k), assisted=True)
+    return widths
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_assisted_generation_really_runs_at_the_k_it_is_asked_for(k):
+    """By default a confidence threshold shortens rounds: the pinned widths are k+1, but for the prompt and the end."""
+    first, *rounds = verify_widths(k)
+    assert first == len(tiny.PROMPT) + k
+    assert set(rounds[:-2]) == {k + 1}
+
+
+def test_two_runs_of_assisted_generation_keep_the_same_k():
+    """Some versions leave an adapted draft length behind on the draft."""
+    task = tiny.task(TARGET, DRAFTS["near"], n=24, k=3)
+    assert run_generate(task, assisted=True)[0][0].emitted == run_generate(task, assisted=True)[0][0].emitted
+
+
+def test_a_checkpoints_own_generation_config_is_neutralised_and_named():
+    target = tiny.llama()
+    expected = tiny.greedy(target, tiny.PROMPT, 20)
+    asked = {"repetition_penalty": 1.3, "do_sample": True, "temperature": 0.7, "top_k": 20}
+    for name, value in asked.items():
+        setattr(target.generation_config, name, value)
+    own = target.generate(torch.tensor([tiny.PROMPT]), max_new_tokens=20, pad_token_id=0, do_sample=False)
+    assert own[0, len(tiny.PROMPT) :].tolist() != expected, "the penalty must change the text, or nothing is neutralised"
+    for assisted in (False, True):
+        (done, _), _ = run_generate(tiny.task(target, tiny.near(target), n=20), assisted=assisted)
+        assert done.tokens == expected
+    assert asked.items() <= overridden(target).items()
+    assert target.generation_config.repetition_penalty == 1.3, "the model's own config is put back"
+
+
+def test_assisted_generation_is_left_out_where_k_is_zero():
+    assert set(reference_arms(tiny.task(TARGET, DRAFTS["near"], k=0))) == {"generate"}
+    assert set(reference_arms(tiny.task(TARGET, DRAFTS["near"], k=2))) == {"generate", "assisted"}
+
+
+def test_a_padded_pair_can_still_be_compared():
+    """`generate` refuses a draft of another table size; the comparison must then do without it, not fail."""
+    target, draft = tiny.qwen2(vocab_size=176), tiny.qwen2(seed=1, vocab_size=160)
+    arms = reference_arms(tiny.task(target, draft, n=10))
+    assert "generate" in arms
+    for arm in arms.values():
+        (done, _), _ = arm()
+        assert done.tokens == tiny.greedy(target, tiny.PROMPT, 10)

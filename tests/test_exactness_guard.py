@@ -1,0 +1,182 @@
+"""A text that is not the target's own fails the run; only a true near-tie in half precision can be excused, never silently."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import spec_compare
+import tiny
+from spec_compare import Mismatch, check_exact, compare
+from spec_pass import DecodingError
+
+PLACE = 5
+
+
+def tied(dtype: torch.dtype):
+    """A task whose target has two ids of exactly equal logits where it writes token PLACE. Returns (task, text, twin)."""
+    target = tiny.llama(dtype=dtype)
+    text = tiny.plainly(target, target, n=12).tokens
+    twin = next(i for i in range(63, 0, -1) if i > text[PLACE] and i not in text)
+    with torch.no_grad():
+        target.lm_head.weight[twin] = target.lm_head.weight[text[PLACE]]
+    task = tiny.task(target, target, n=12)
+    assert tiny.plainly(target, target, n=12).tokens == text
+    return task, text, twin
+
+
+def parted(text: list[int], token: int) -> list[int]:
+    return [*text[:PLACE], token, *text[PLACE + 1 :]]
+
+
+def report_of(task, expected, got, allow: bool) -> dict:
+    with pytest.raises(Mismatch) as caught:
+        check_exact(task, "speculative", expected, got, allow)
+    return caught.value.report
+
+
+def test_equal_texts_need_no_excuse():
+    task, text, _ = tied(torch.float32)
+    assert check_exact(task, "speculative", text, list(text), allow_near_ties=False) is None
+
+
+def test_a_mismatch_says_where_and_both_ids():
+    target = tiny.llama()
+    text = tiny.plainly(target, target, n=12).tokens
+    wrong = (text[PLACE] + 1) % 64
+    report = report_of(tiny.task(target, target, n=12), text, parted(text, wrong), allow=True)
+    assert (report["arm"], report["index"], report["expected"], report["got"]) == ("speculative", PLACE, text[PLACE], wrong)
+    ids = torch.tensor([[*tiny.PROMPT, *text[:PLACE]]])
+    first, second = target(ids).logits[0, -1].topk(2).values.tolist()
+    assert report["top2_gap"] == pytest.approx(first - second, abs=1e-3)
+    assert report["row_noise"] < 1e-3
+
+
+def test_in_float32_not_even_an_exact_tie_is_excused():
+    task, text, twin = tied(torch.float32)
+    assert report_of(task, text, parted(text, twin), allow=True)["near_tie"] is False
+
+
+def test_in_half_precision_a_tie_is_excused_only_when_asked_and_is_still_reported():
+    task, text, twin = tied(torch.bfloat16)
+    assert report_of(task, text, parted(text, twin), allow=False)["near_tie"] is True
+    excused = check_exact(task, "speculative", text, parted(text, twin), allow_near_ties=True)
+    assert (excused["index"], excused["got"], excused["dtype"]) == (PLACE, twin, "bfloat16")
+
+
+def test_in_half_precision_a_clear_gap_is_not_excused():
+    target = tiny.llama(dtype=torch.bfloat16)
+    text = tiny.plainly(target, target, n=12).tokens
+    report = report_of(tiny.task(target, target, n=12), text, parted(text, (text[PLACE] + 1) % 64), allow=True)
+    assert report["near_tie"] is False
+
+
+def test_a_tie_does_not_excuse_a_third_token():
+    task, text, twin = tied(torch.bfloat16)
+    junk = next(i for i in range(64) if i not in (text[PLACE], twin))
+    assert report_of(task, text, parted(text, junk), allow=True)["got"] == junk
+
+
+def test_a_tie_does_not_excuse_a_text_that_stops_there():
+    task, text, _ = tied(torch.bfloat16)
+    assert report_of(task, text, text[:PLACE], allow=True)["got"] is None
+
+
+def test_a_text_that_is_too_long_is_a_mismatch():
+    task, text, _ = tied(torch.float32)
+    assert report_of(task, text, [*text, 4], allow=False)["expected"] is None
+
+
+def test_frequencies_that_change_with_length_are_not_excused_as_rounding():
+    """Dynamic RoPE past its limit parts even a self-draft from greedy, by far more than rounding."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    for seed in range(4):
+        target = tiny.llama(seed, torch.bfloat16, max_position_embeddings=16, rope_parameters=rope)
+        task = tiny.task(target, target, n=40, k=4)
+        expected, got = (run(target, target, n=40, k=4).tokens for run in (tiny.plainly, tiny.speculated))
+        assert expected != got
+        with pytest.raises(Mismatch):
+            check_exact(task, "speculative", expected, got, allow_near_ties=True)
+
+
+def test_rope_that_scales_by_a_fixed_factor_is_exact_past_its_original_limit():
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    target = tiny.llama(max_position_embeddings=64, rope_parameters=rope)
+    assert tiny.speculated(target, target, n=40, k=4).tokens == tiny.greedy(target, tiny.PROMPT, 40)
+
+
+# ------------------------------------------------------------------------------------------------ every sample is checked
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_every_sample_of_a_measurement_is_checked(number, monkeypatch):
+    """Two repeats, one warm-up, a count and a watched run: the counted, both timed and the watched one must each be caught."""
+    target = tiny.llama()
+    task = tiny.task(target, target, n=6, k=2)
+    calls = []
+    run = spec_compare.run_speculative
+
+    def sabotaged(*args, **options):
+        (done, prefill_s), decode_s = run(*args, **options)
+        if len(calls) == number:
+            done.tokens[3] = (done.tokens[3] + 1) % 64
+        calls.append(number)
+        return (done, prefill_s), decode_s
+
+    monkeypatch.setattr(spec_compare, "run_speculative", sabotaged)
+    warmup_run_or_none = number in (1, 5)
+    if warmup_run_or_none:
+        compare(task, repeats=2, warmup=1)
+        assert len(calls) == 5
+    else:
+        with pytest.raises(Mismatch):
+            compare(task, repeats=2, warmup=1)
+
+
+def test_a_measured_row_says_it_was_exact():
+    target = tiny.llama()
+    row, done = compare(tiny.task(target, tiny.near(target), n=8, k=2), repeats=2, warmup=0)
+    assert row["exact"] is True and row["near_ties"] == [] and row["error"] is None
+    assert done.tokens == tiny.greedy(target, tiny.PROMPT, 8)
+    assert (row["emitted"], row["k"], row["n_tokens"], row["prompt_tokens"]) == (8, 2, 8, len(tiny.PROMPT))
+    assert len(row["baseline_s"]) == len(row["speculative_s"]) == 2
+
+
+# -------------------------------------------------------------------------------------------------------------- finite
+
+
+def spoiled(where: str, dtype=torch.float32):
+    """A model whose logits are not finite: everywhere, in one row of the head, or only after one token."""
+    model = tiny.llama(3, dtype)
+    with torch.no_grad():
+        if where == "everywhere":
+            model.model.norm.weight.fill_(float("nan"))
+        elif where == "one NaN row":
+            model.lm_head.weight[7] = float("nan")
+        elif where == "one infinite row":
+            model.lm_head.weight[7] = float("inf")
+    return model
+
+
+@pytest.mark.parametrize("where", ["everywhere", "one NaN row", "one infinite row"])
+def test_text_is_never_made_of_logits_that_are_not_finite(where):
+    """The argmax of NaN is an id like any other: both arms agree on rubbish, so exactness alone cannot see it."""
+    model = spoiled(where)
+    for run in (tiny.plainly, tiny.speculated):
+        with pytest.raises(DecodingError, match="LlamaForCausalLM: logits are not finite in float32 on cpu"):
+            run(model, model)
+
+
+def test_a_drafts_logits_must_be_finite_too():
+    with pytest.raises(DecodingError, match="not finite"):
+        tiny.speculated(tiny.llama(), spoiled("everywhere"))
+
+
+def test_an_infinity_that_appears_late_is_noticed():
+    target = tiny.llama()
+    text = tiny.greedy(target, tiny.PROMPT, 12)
+    with torch.no_grad():
+        target.model.embed_tokens.weight[text[8]] = float("nan")
+    for run in (tiny.plainly, tiny.speculated):
+        with pytest.raises(DecodingError, match="not finite"):
+            run(target, target, n=12)
