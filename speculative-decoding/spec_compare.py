@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_common import Watch, dtype_name, first_line, interleave, is_out_of_memory, ratio_summary, timed
+from spec_common import UserError, Watch, dtype_name, first_line, interleave, is_out_of_memory, ratio_summary, timed
 from spec_loop import Decoded, ModelDrafter, baseline, prefill, speculate
 from spec_pass import forward, new_cache
 from spec_theory import cost_speedup, interpolated, leviathan_speedup
 
+NOISE_UNITS = 1  # units in the last place of the best logit
 ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
 
 
@@ -85,9 +86,8 @@ def watched(run, task: Task) -> tuple[Decoded, float, Watch]:
 
 
 @torch.inference_mode()
-def closeness(task: Task, tokens: list[int]) -> tuple[float, float]:
-    """After prompt and `tokens`: the target's gap between its two best logits, and its row noise, the largest change
-    of a logit there between a pass over one token and a pass over k+1. Both in logits."""
+def last_logits(task: Task, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's float32 logits (vocabulary,) after prompt and `tokens`, from a pass over one token and one over k+1."""
     ids = torch.cat([task.prompt, task.prompt.new_tensor([tokens])], dim=1) if tokens else task.prompt
     start = max(0, ids.shape[1] - 1 - task.k)
     rows = []
@@ -96,30 +96,38 @@ def closeness(task: Task, tokens: list[int]) -> tuple[float, float]:
         if split:
             forward(task.target, ids[:, :split], cache, 1)
         rows.append(forward(task.target, ids, cache, 1)[0, -1].float())
-    best = rows[0].topk(2).values
-    return float(best[0] - best[1]), float((rows[0] - rows[1]).abs().max())
+    return rows[0], rows[1]
+
+
+def closeness(task: Task, tokens: list[int], got: int | None) -> dict:
+    """How close the call after `tokens` was, in logits: the gap of the two best, how far `got` is below the best, and
+    the row noise (the largest change of a logit between passes over one and over k+1 tokens).
+
+    A near-tie, in half precision only: what was written is so near the best that row noise on both can turn them round.
+    The noise that may excuse is bounded by a unit in the last place, so that a real fault is not taken for noise.
+    """
+    single, block = last_logits(task, tokens)
+    best = single.topk(2).values
+    noise = float((single - block).abs().max())
+    unit = torch.finfo(task.target.dtype).eps * float(best[0].abs())
+    below = None if got is None else float(best[0] - single[got])
+    half = task.target.dtype != torch.float32
+    tie = half and below is not None and below <= 2 * min(noise, NOISE_UNITS * unit)
+    return {"top2_gap": float(best[0] - best[1]), "below_best": below, "row_noise": noise, "near_tie": tie}
 
 
 def check_exact(task: Task, arm: str, expected: list[int], got: list[int], allow_near_ties: bool) -> dict | None:
     """None where `got` is `expected`. In half precision an excused near-tie's report; otherwise raises Mismatch.
 
-    A near-tie: the two best logits are closer than both may move by row noise. In float32 nothing is excused.
+    In float32 nothing is excused; see `closeness` for what a near-tie is.
     """
     if got == expected:
         return None
     pairs = zip(expected, got, strict=False)
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(got)))
-    gap, noise = closeness(task, expected[:index])
-    report = {
-        "arm": arm,
-        "index": index,
-        "dtype": dtype_name(task.target.dtype),
-        "top2_gap": gap,
-        "row_noise": noise,
-        "expected": expected[index] if index < len(expected) else None,
-        "got": got[index] if index < len(got) else None,
-        "near_tie": task.target.dtype != torch.float32 and gap <= 2 * noise,
-    }
+    wanted, written = (tokens[index] if index < len(tokens) else None for tokens in (expected, got))
+    report = {"arm": arm, "index": index, "dtype": dtype_name(task.target.dtype), "expected": wanted, "got": written}
+    report |= closeness(task, expected[:index], written if wanted is not None else None)
     if report["near_tie"] and allow_near_ties:
         return report
     raise Mismatch(report)
@@ -275,14 +283,15 @@ def failed_row(task: Task, error: Exception) -> dict:
 def cell(file, task: Task, args, where: dict, costs: dict | None = None, more_arms: dict | None = None) -> dict:
     """The row of one cell of a sweep: the file's if it has it, else measured and added. `where` names the cell.
 
-    A cell that runs out of memory is recorded and the sweep goes on. A Mismatch is recorded and raised: it fails the run.
+    A cell that runs out of memory is recorded and the sweep goes on. A Mismatch, or logits that are
+    not finite, are recorded and raised: they fail the run.
     """
     if found := file.find(**where):
         return found
     try:
         row, counting = compare(task, args.repeats, args.warmup, args.allow_near_ties, costs, more_arms)
         return file.add({**where, **row, "tokens": counting.tokens, "proposals": counting.proposals})
-    except Mismatch as error:
+    except (Mismatch, UserError) as error:
         file.add({**where, **failed_row(task, error)})
         raise
     except (RuntimeError, MemoryError) as error:

@@ -68,8 +68,13 @@ def locate(name: str, flag: str) -> str:
     if not re.fullmatch(r"[\w-]+/[\w.-]+|[\w-][\w.-]*", name) or path.suffix == ".gguf":
         raise UserError(f"{flag} {name}: no such file or folder")
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    if not isinstance(try_to_load_from_cache(name, "config.json"), str) and hub_is_out_of_reach():
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError as error:
+        raise UserError(f"{flag} {name}: no such file or folder, and no name that the hub could have") from error
+    if not cached and hub_is_out_of_reach():
         raise UserError(
             f"{flag} {name}: no such folder, and the model hub is offline or out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"
         )

@@ -8,11 +8,10 @@ name.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
-from spec_common import HERE, UserError, command, say
+from spec_common import HERE, Help, Parser, UserError, command, say
 
 THEMES = {
     "light": {"paper": "#ffffff", "ink": "#1f2430", "faint": "#c9cdd6", "a": "#2a6fdb", "b": "#e07a1f", "c": "#2f9e5f", "d": "#8a8f9c"},
@@ -100,8 +99,14 @@ def plot_k_sweep(document: dict, theme: dict):
     for spine in passes.spines.values():
         spine.set_visible(False)
     handles = [part for both in zip(ax.get_legend_handles_labels(), passes.get_legend_handles_labels(), strict=True) for part in both]
-    ax.legend(
-        handles[0] + handles[1], handles[2] + handles[3], frameon=False, labelcolor=theme["ink"], fontsize=9, loc="upper center", ncols=2
+    figure.legend(
+        handles[0] + handles[1],
+        handles[2] + handles[3],
+        frameon=False,
+        labelcolor=theme["ink"],
+        fontsize=9,
+        loc="outside upper center",
+        ncols=4,
     )
     return figure
 
@@ -196,9 +201,9 @@ CHARTS = {
 
 @command
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder of the result files (default: results/)")
-    parser.add_argument("--out", type=Path, help="where the charts go (default: the same folder)")
+    parser = Parser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder of the result files")
+    parser.add_argument("--out", type=Path, help="where the charts go; the same folder if left out")
     args = parser.parse_args(argv)
     if not args.results.is_dir():
         raise UserError(f"--results {args.results}: no such folder; run spec_bench.py first")

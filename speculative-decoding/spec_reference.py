@@ -49,6 +49,17 @@ def overridden(model) -> dict:
 
 
 @contextlib.contextmanager
+def same_width(draft, target):
+    """`generate` takes padded tables of one tokenizer for two tokenizers, by their width alone; ours compares meanings."""
+    own, wanted = draft.config.get_text_config(), target.config.get_text_config().vocab_size
+    width, own.vocab_size = own.vocab_size, wanted
+    try:
+        yield
+    finally:
+        own.vocab_size = width
+
+
+@contextlib.contextmanager
 def generation_config(model, config: GenerationConfig):
     """`generate` fills gaps from the model's own config, so that is swapped while it runs."""
     own, model.generation_config = model.generation_config, config
@@ -76,7 +87,11 @@ def run_generate(task: Task, assisted: bool) -> tuple[tuple[Decoded, float], flo
     # A model that drafts for itself needs a second generation config: a shallow copy has one and shares the weights.
     draft = copy.copy(task.draft) if task.draft is task.target else task.draft
     options = {"assistant_model": draft} if assisted else {}
-    with generation_config(task.target, plain_config(task.n_tokens, task.ends)), generation_config(draft, assistant_config(task.k)):
+    with (
+        generation_config(task.target, plain_config(task.n_tokens, task.ends)),
+        generation_config(draft, assistant_config(task.k)),
+        same_width(draft, task.target),
+    ):
         write = partial(task.target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options)
         written, seconds = timed(write, task.device)
     done = Decoded(tokens=written[0, task.prompt.shape[1] :].tolist(), emitted=streamer.rounds, target_passes=len(streamer.rounds))

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,12 @@ def write_json(path: Path, document: dict) -> None:
 
 def shown_command() -> str:
     """The command line without any folder of this machine."""
-    return " ".join(["python", Path(sys.argv[0]).name, *(Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])])
+    words = [Path(sys.argv[0]).name]
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        word = f"{option}={Path(value).name}" if equals and os.path.isabs(value) else word
+        words.append(Path(word).name if os.path.isabs(word) else word)
+    return " ".join(["python", *words])
 
 
 def settings(args, **more) -> dict:
@@ -118,13 +123,15 @@ class ResultFile:
             "schema_version": SCHEMA_VERSION,
             "experiment": experiment,
             "status": "running",
-            "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shown_command(),
             "environment": where,
             "config": config,
             "rows": [],
             "summary": {},
         }
+        if self.path.is_dir():
+            raise UserError(f"--results {path}: a folder; name the file in it")
         if self.path.exists():
             self.take_up(resume)
         self.write()
@@ -139,6 +146,7 @@ class ResultFile:
             old = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             old = {}
+        old = old if isinstance(old, dict) else {}
         differs = self.difference(old)
         if resume and not differs:
             self.document["rows"] = [row for row in old["rows"] if not row.get("error")]
@@ -146,8 +154,12 @@ class ResultFile:
             return
         if resume == "strict":
             raise UserError(f"--resume: {self.path.name} was made with other settings ({differs}); leave --resume out to start afresh")
-        aside = self.path.parent / "old" / f"{self.path.stem}-{old.get('created_at', 'unreadable').replace(':', '')}.json"
-        aside.parent.mkdir(exist_ok=True)
+        name = f"{self.path.stem}-{str(old.get('created_at', 'unreadable')).replace(':', '')}"
+        (self.path.parent / "old").mkdir(exist_ok=True)
+        number, aside = 1, self.path.parent / "old" / f"{name}.json"
+        while aside.exists():
+            number += 1
+            aside = aside.with_name(f"{name}-{number}.json")
         os.replace(self.path, aside)
         say(f"the earlier {self.path.name} is kept as old/{aside.name}")
 

@@ -1,0 +1,42 @@
+# Two commands: `make bench` measures and prints the tables, `make test` runs every test. Both make .venv first, and both
+# may be called again after an interruption. QUICK=1 is a shorter bench; FRESH=1 measures again what is already there.
+PYTHON ?= python3
+RESULTS ?= speculative-decoding/results/local
+DRAFT ?= cut:0,1,29
+SCRIPTS := speculative-decoding
+PY := .venv/bin/python
+ifdef QUICK
+SIZES := --ks 1,2,3,4,5,8 --n-tokens 32 --repeats 2
+COST_SIZES := --tokens 1,2,4,8 --repeats 10
+endif
+RESUME := $(if $(FRESH),,--resume auto)
+
+.PHONY: bench test lint clean
+.DELETE_ON_ERROR:
+
+bench: .venv/ready
+	$(PY) $(SCRIPTS)/embedded_pair.py
+	$(PY) $(SCRIPTS)/spec_precondition.py --draft $(DRAFT) $(COST_SIZES) --results $(RESULTS)/spec_precondition.json
+	$(PY) $(SCRIPTS)/spec_bench.py $(SIZES) $(RESUME) --results $(RESULTS)/spec_bench.json
+	$(PY) $(SCRIPTS)/spec_plot.py --results $(RESULTS)
+
+test: .venv/ready-dev
+	$(PY) -m ruff check .
+	$(PY) -m pytest -q
+
+lint: .venv/ready-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+.venv/ready: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than 3.11, which transformers needs; call make PYTHON=python3.11"; exit 2; }
+	$(PYTHON) -m venv .venv || { echo "error: no virtual environment could be made; on Debian install python3-venv"; exit 2; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt || { echo "error: requirements.txt could not be installed; check the network and call make again"; exit 2; }
+	@touch $@
+
+.venv/ready-dev: .venv/ready requirements-dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt || { echo "error: requirements-dev.txt could not be installed; check the network and call make again"; exit 2; }
+	@touch $@
+
+clean:
+	rm -rf .venv
