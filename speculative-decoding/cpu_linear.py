@@ -98,6 +98,11 @@ def pack(models: list[nn.Module], kind: str) -> None:
                 setattr(parent, name, done[id(child)])
 
 
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """Every linear layer of a model, packed or plain, in order."""
+    return [module for module in model.modules() if isinstance(module, (nn.Linear, *KINDS.values()))]
+
+
 def pass_weights(model: nn.Module) -> tuple[float, float]:
     """(weights, bytes) that a pass over one token multiplies with and reads: all but the look-up tables.
 

@@ -54,7 +54,7 @@ def run(args, target, draft, file: ResultFile, device) -> tuple[list[dict], list
     for k in progress(args.ks, "k sweep"):
         task = make_task(args, target, draft, WORKLOADS[args.workload], k, device)
         sweep.append(cell(file, task, args, {"part": "k", "workload": args.workload, "k": k}, costs))
-    print_sweep(sweep, args)
+    print(f"\nguessing further ahead: {args.workload}, {args.n_tokens} tokens\n\n{sweep_table(sweep, is_essay_pair(args))}", flush=True)
     best = best_of(sweep)
     ks = list(dict.fromkeys([best["k"] if best else USUAL_K, USUAL_K]))
     cells = [(name, k) for k in ks for name in args.workloads]
@@ -62,7 +62,7 @@ def run(args, target, draft, file: ResultFile, device) -> tuple[list[dict], list
     for name, k in progress(cells, "workloads"):
         task = make_task(args, target, draft, WORKLOADS[name], k, device)
         workloads.append(cell(file, task, args, {"part": "workload", "workload": name, "k": k}, costs))
-    print_workloads(workloads, args)
+    print(f"\nthe text alone: {args.n_tokens} tokens of each workload\n\n{workload_table(workloads, is_essay_pair(args))}", flush=True)
     return sweep, workloads
 
 
@@ -105,21 +105,14 @@ def shown(row: dict, published: dict) -> dict:
     }
 
 
-def print_sweep(rows: list[dict], args) -> None:
-    essay = is_essay_pair(args)
+def sweep_table(rows: list[dict], essay: bool) -> str:
     columns = [("k", "k", str), *SHARED_COLUMNS, *(ESSAY_COLUMNS if essay else [])]
-    print(f"\nguessing further ahead: {args.workload}, {args.n_tokens} tokens\n")
-    print(markdown_table([shown(row, essay_sweep(row["k"]) if essay else {}) for row in rows], columns), flush=True)
+    return markdown_table([shown(row, essay_sweep(row["k"]) if essay else {}) for row in rows], columns)
 
 
-def print_workloads(rows: list[dict], args) -> None:
-    essay = is_essay_pair(args)
+def workload_table(rows: list[dict], essay: bool) -> str:
     columns = [("workload", "workload", str), ("k", "k", str), *SHARED_COLUMNS, *(ESSAY_COLUMNS if essay else [])]
-    print(f"\nthe text alone: {args.n_tokens} tokens of each workload\n")
-    print(
-        markdown_table([shown(row, essay_workload(row["workload"]) if essay and row["k"] == USUAL_K else {}) for row in rows], columns),
-        flush=True,
-    )
+    return markdown_table([shown(row, essay_workload(row["workload"]) if essay and row["k"] == USUAL_K else {}) for row in rows], columns)
 
 
 def verdict(summary: dict, costs: dict, args) -> str:

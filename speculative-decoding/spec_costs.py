@@ -72,6 +72,20 @@ def pass_seconds(target, draft, ids: torch.Tensor, context: int, sizes: list[int
     return {name: [seconds for _, seconds in runs] for name, runs in samples.items()}, failed
 
 
+@torch.inference_mode()
+def linear_seconds(model, n: int, tries: int) -> list[float]:
+    """Seconds of a pass's linear layers alone, one after the other on n rows: what is left of a pass is everything else."""
+    layers = [
+        (layer, torch.randn(1, n, layer.in_features, dtype=model.dtype, device=model.device)) for layer in cpu_linear.linear_layers(model)
+    ]
+
+    def multiply():
+        for layer, rows in layers:
+            layer(rows)
+
+    return [timed(multiply, model.device)[1] for _ in range(tries)]
+
+
 def costs_of(seconds: dict) -> dict:
     """V(n) and c as medians of ratios paired by repeat, with intervals, from what `pass_seconds` gave (with n=1)."""
     one = seconds[1]

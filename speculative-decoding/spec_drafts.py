@@ -47,7 +47,7 @@ def costs_row(file: ResultFile, target, draft, context: int, k: int) -> dict:
         "part": "costs",
         "draft": draft.name,
         "weights_per_pass": weights,
-        "parameters": draft.model.num_parameters(),
+        "parameters": draft.about["parameters"],
         "context": context,
     }
     return file.add({**row, **costs_of(seconds), "seconds": seconds, "failed": failed, "error": None})

@@ -191,7 +191,9 @@ def load(name: str, flag: str, device: torch.device, dtype: torch.dtype, revisio
             raise UserError(f"{flag} {name}: out of memory while loading; choose a smaller model or --dtype float16") from error
         raise explain(error, name, flag) from error
     shown = Path(where).name if Path(where).exists() and name != EMBEDDED else name  # no home folder in a result file
-    return Loaded(model.eval(), tokenizer, shown, flag, {"name": shown, **weights_about(where, config)})
+    return Loaded(
+        model.eval(), tokenizer, shown, flag, {"name": shown, **weights_about(where, config), "parameters": model.num_parameters()}
+    )
 
 
 def cut_draft(target: Loaded, name: str) -> Loaded:
@@ -217,7 +219,9 @@ def cut_draft(target: Loaded, name: str) -> Loaded:
     draft.load_state_dict(state, assign=True)
     draft.tie_weights()
     draft.set_output_embeddings(target.model.get_output_embeddings())  # one head module, so it is packed once
-    return Loaded(draft.eval(), target.tokenizer, name, "--draft", {"name": name, "cut_from": target.about})
+    return Loaded(
+        draft.eval(), target.tokenizer, name, "--draft", {"name": name, "cut_from": target.about, "parameters": draft.num_parameters()}
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs

@@ -17,7 +17,7 @@ import torch
 import cpu_linear
 from spec_checks import Loaded, check_blocks, check_room, check_same_tokenizer
 from spec_common import at_least, command, dtype_name, fixed, fraction, make_parser, markdown_table, say, set_up, whole_list
-from spec_costs import costs_of, device_limits, floor_s, implied, pass_seconds, random_ids
+from spec_costs import costs_of, device_limits, floor_s, implied, linear_seconds, pass_seconds, random_ids
 from spec_essay import FIGURES, essay_cost
 from spec_models import EMBEDDED, SHIPPED_CONFIGS, cut_draft, linear_kind, load, load_random
 from spec_results import ResultFile, environment, settings
@@ -56,6 +56,9 @@ def run(target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeat
     costs, limits = costs_of(seconds), device_limits(target.device, target.dtype)
     limit = implied(target, limits)
     rows = make_rows(seconds, failed, costs, limit, sizes)
+    for row in rows:
+        if not row["error"]:
+            row["linears_ms"] = 1000 * statistics.median(linear_seconds(target, row["tokens"], repeats))
     summary = {
         "c": costs["c"], "c_interval": costs["c_interval"], "draft_pass_ms": 1000 * statistics.median(seconds["draft"]) if draft else None,
         "draft_seconds": seconds.get("draft"), "nearly_free_up_to": free_up_to(rows), **limits, **limit,
@@ -92,12 +95,21 @@ def verdict(rows: list[dict], summary: dict, measured_c: bool) -> str:
     return "\n".join(lines)
 
 
-def columns(essay: bool) -> list:
-    shown = [
-        ("tokens", "tokens", str), ("pass_ms", "ms", fixed(1)), ("v", "V(n)", fixed(2, "x")), ("interval", "interval", str),
+def cost_table(rows: list[dict], essay: bool) -> str:
+    columns = [
+        ("tokens", "tokens", str),
+        ("pass_ms", "ms", fixed(1)),
+        ("v", "V(n)", fixed(2, "x")),
+        ("interval", "interval", str),
+        ("linears_ms", "linear layers, ms", fixed(1)),
         ("floor_ms", "floor, ms", fixed(1)),
-    ]  # fmt: skip
-    return [*shown, ("essay", "the essay's V(n)", fixed(2, "x"))] if essay else shown
+        *([("essay", "the essay's V(n)", fixed(2, "x"))] if essay else []),
+    ]
+    shown = []
+    for row in rows:
+        interval = row["error"] or f"{row['v_low']:.2f} to {row['v_high']:.2f}"
+        shown.append({**row, "interval": interval, "essay": essay_cost(row["tokens"])})
+    return markdown_table(shown, columns)
 
 
 def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
@@ -161,11 +173,7 @@ def main(argv=None) -> int:
             file.add(row)
         file.finish(summary)
     essay = args.model == FIGURES["setup"]["target"] and not args.random_weights
-    shown = [
-        {**row, "interval": row.get("v") and f"{row['v_low']:.2f} to {row['v_high']:.2f}", "essay": essay_cost(row["tokens"])}
-        for row in rows
-    ]
-    print(markdown_table(shown, columns(essay)))
+    print(cost_table(rows, essay))
     if draft:
         print(
             f"\none draft pass {summary['draft_pass_ms']:.2f} ms, c = {summary['c']:.3f} ({summary['c_interval']['low']:.3f} to {summary['c_interval']['high']:.3f})"

@@ -108,29 +108,30 @@ def test_rope_that_scales_by_a_fixed_factor_is_exact_past_its_original_limit():
 # ------------------------------------------------------------------------------------------------ every sample is checked
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_every_sample_of_a_measurement_is_checked(number, monkeypatch):
-    """Two repeats, one warm-up, a count and a watched run: the counted, both timed and the watched one must each be caught."""
+def test_every_sample_that_counts_is_checked(monkeypatch):
+    """Spoil one run after the other: all are caught but the uncounted warm-up."""
     target = tiny.llama()
     task = tiny.task(target, target, n=6, k=2)
-    calls = []
-    run = spec_compare.run_speculative
+    run, calls, spoiled_call = spec_compare.run_speculative, [], None
 
-    def sabotaged(*args, **options):
+    def spoiled(*args, **options):
         (done, prefill_s), decode_s = run(*args, **options)
-        if len(calls) == number:
+        if len(calls) == spoiled_call:
             done.tokens[3] = (done.tokens[3] + 1) % 64
-        calls.append(number)
+        calls.append(1)
         return (done, prefill_s), decode_s
 
-    monkeypatch.setattr(spec_compare, "run_speculative", sabotaged)
-    warmup_run_or_none = number in (1, 5)
-    if warmup_run_or_none:
-        compare(task, repeats=2, warmup=1)
-        assert len(calls) == 5
-    else:
-        with pytest.raises(Mismatch):
+    monkeypatch.setattr(spec_compare, "run_speculative", spoiled)
+    compare(task, repeats=2, warmup=1)
+    total, caught = len(calls), 0
+    for spoiled_call in range(total):
+        calls.clear()
+        try:
             compare(task, repeats=2, warmup=1)
+        except Mismatch:
+            caught += 1
+    assert total >= 4
+    assert caught == total - 1
 
 
 def test_a_measured_row_says_it_was_exact():
