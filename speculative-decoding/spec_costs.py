@@ -23,6 +23,15 @@ def random_ids(models: list, length: int) -> torch.Tensor:
     return torch.randint(rows, (1, length), generator=generator).to(models[0].device)
 
 
+def within(context: int, sizes: list[int], limit: int | None) -> tuple[int, list[int]]:
+    """The context and sizes that can be measured inside the models' limit: sizes too long are left out (V is carried on
+    past the last one), the context is shortened to what they leave."""
+    if limit is None:
+        return context, sizes
+    sizes = [n for n in sizes if n == 1 or n < limit]
+    return max(1, min(context, limit - max(sizes[-1], DRAFT_PASSES))), sizes
+
+
 def warm_cache(model, ids: torch.Tensor, context: int):
     cache = new_cache()
     forward(model, ids[:, :context], cache, 1)

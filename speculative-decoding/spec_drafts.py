@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 
 import cpu_linear
+from spec_bench import COST_REPEATS, COST_WARMUP
 from spec_common import (
     UserError,
     at_least,
@@ -26,22 +27,21 @@ from spec_common import (
     set_up,
 )
 from spec_compare import Mismatch, cell
-from spec_costs import costs_of, pass_seconds, random_ids
+from spec_costs import DRAFT_PASSES, costs_of, pass_seconds, random_ids, within
 from spec_decode import add_decoding_options, make_task, workload_prompt
 from spec_essay import essay_draft
 from spec_models import EMBEDDED, EMBEDDED_DRAFTS, load_pair
 from spec_results import ResultFile, environment, settings
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
-COST_REPEATS, COST_WARMUP = 15, 2
 
-
-def costs_row(file: ResultFile, target, draft, context: int, k: int) -> dict:
+def costs_row(file: ResultFile, target, draft, context: int, k: int, limit: int | None) -> dict:
     """What the draft and the target cost on this machine, before any speedup is measured: one row a draft."""
     if found := file.find(part="costs", draft=draft.name):
         return found
-    ids = random_ids([target.model, draft.model], context + k + 9)
-    seconds, failed = pass_seconds(target.model, draft.model, ids, context, sorted({1, 2, k + 1}), COST_REPEATS, COST_WARMUP)
+    context, sizes = within(context, sorted({1, 2, k + 1}), limit)
+    ids = random_ids([target.model, draft.model], context + sizes[-1] + DRAFT_PASSES)
+    seconds, failed = pass_seconds(target.model, draft.model, ids, context, sizes, COST_REPEATS, COST_WARMUP)
     weights, _ = cpu_linear.pass_weights(draft.model)
     row = {
         "part": "costs",
@@ -61,7 +61,7 @@ def run(args, target, drafts, file: ResultFile, device) -> list[dict]:
     costs = {}
     for draft, name in progress(cells, "drafts"):
         task = make_task(args, target, draft, WORKLOADS[name], args.k, device)
-        costs[draft.name] = costs_row(file, target, draft, task.prompt.shape[1] + args.n_tokens // 2, args.k)
+        costs[draft.name] = costs_row(file, target, draft, task.prompt.shape[1] + args.n_tokens // 2, args.k, task.limit)
         measured[draft.name].append(cell(file, task, args, {"part": "draft", "draft": draft.name, "workload": name}, costs[draft.name]))
     return [pooled(draft, costs[draft.name], measured[draft.name]) for draft in drafts]
 

@@ -218,6 +218,7 @@ def cut_draft(target: Loaded, name: str) -> Loaded:
         draft = type(target.model)(config).to(target.model.dtype)
     draft.load_state_dict(state, assign=True)
     draft.tie_weights()
+    draft.get_input_embeddings().weight = target.model.get_input_embeddings().weight
     draft.set_output_embeddings(target.model.get_output_embeddings())  # one head module, so it is packed once
     return Loaded(
         draft.eval(), target.tokenizer, name, "--draft", {"name": name, "cut_from": target.about, "parameters": draft.num_parameters()}

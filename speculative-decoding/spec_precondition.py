@@ -17,7 +17,7 @@ import torch
 import cpu_linear
 from spec_checks import Loaded, check_blocks, check_room, check_same_tokenizer
 from spec_common import at_least, command, dtype_name, fixed, fraction, make_parser, markdown_table, say, set_up, whole_list
-from spec_costs import costs_of, device_limits, floor_s, implied, linear_seconds, pass_seconds, random_ids
+from spec_costs import DRAFT_PASSES, costs_of, device_limits, floor_s, implied, linear_seconds, pass_seconds, random_ids
 from spec_essay import FIGURES, essay_cost
 from spec_models import EMBEDDED, SHIPPED_CONFIGS, cut_draft, linear_kind, load, load_random
 from spec_results import ResultFile, environment, settings
@@ -128,7 +128,7 @@ def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
     cpu_linear.pack([one.model for one in both], kind)
     for one in both:
         check_blocks(one)
-        check_room(one, args.context, max(args.tokens))
+        check_room(one, args.context, max(*args.tokens, DRAFT_PASSES))
         one.about["cpu_linear"] = kind
     return both[0], both[1] if args.draft else None
 
@@ -166,7 +166,7 @@ def main(argv=None) -> int:
     config = settings(args, model=model.about, draft_model=draft and draft.about)
     with ResultFile(args.results, "spec_precondition", config, environment(device, dtype, model.model), None) as file:
         say(f"{args.repeats} turns of passes over {', '.join(map(str, args.tokens))} tokens ...")
-        ids = random_ids(models, args.context + max(*args.tokens, 8))
+        ids = random_ids(models, args.context + max(*args.tokens, DRAFT_PASSES))
         rows, summary = run(model.model, draft and draft.model, ids, args.context, args.tokens, args.repeats, args.warmup)
         summary["advice"] = advise(rows, FIGURES["drafts"][0]["cost_coefficient"] if draft is None else summary["c"], args.acceptance)
         for row in rows:

@@ -103,11 +103,17 @@ def shown_command() -> str:
     return " ".join(["python", *words])
 
 
+def without_folder(value):
+    """An absolute path, alone or in a list, shortened to its name: no folder of this machine goes into a file."""
+    if isinstance(value, (list, tuple)):
+        return [without_folder(item) for item in value]
+    return Path(value).name if isinstance(value, (str, Path)) and os.path.isabs(value) else value
+
+
 def settings(args, **more) -> dict:
     """The `config` of a result file: every option after defaults, and what was found on loading (`more`)."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
-    hidden = {name: Path(value).name for name, value in options.items() if isinstance(value, (str, Path)) and os.path.isabs(value)}
-    return plain({**options, **hidden, **more})
+    return plain({**{name: without_folder(value) for name, value in options.items()}, **more})
 
 
 class ResultFile:
