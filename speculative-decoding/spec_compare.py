@@ -99,18 +99,19 @@ def last_logits(task: Task, tokens: list[int]) -> tuple[torch.Tensor, torch.Tens
     return rows[0], rows[1]
 
 
-def closeness(task: Task, tokens: list[int], got: int | None) -> dict:
-    """How close the call after `tokens` was, in logits: the gap of the two best, how far `got` is below the best, and
-    the row noise (the largest change of a logit between passes over one and over k+1 tokens).
+def closeness(task: Task, tokens: list[int], contenders: list[int | None]) -> dict:
+    """How close the call after `tokens` was, in logits: the gap of the two best, how far the worse of the two ids that
+    were written is below the best, and the row noise (the largest change of a logit between passes over one token and
+    over k+1).
 
-    A near-tie, in half precision only: what was written is so near the best that row noise on both can turn them round.
-    The noise that may excuse is bounded by a unit in the last place, so that a real fault is not taken for noise.
+    A near-tie, in half precision only: both ids are so near the best that row noise can turn them round. The noise that
+    may excuse is bounded by a unit in the last place, so that a real fault is not taken for noise.
     """
     single, block = last_logits(task, tokens)
     best = single.topk(2).values
     noise = float((single - block).abs().max())
     unit = torch.finfo(task.target.dtype).eps * float(best[0].abs())
-    below = None if got is None else float(best[0] - single[got])
+    below = None if None in contenders else float(best[0] - single[contenders].min())
     half = task.target.dtype != torch.float32
     tie = half and below is not None and below <= 2 * min(noise, NOISE_UNITS * unit)
     return {"top2_gap": float(best[0] - best[1]), "below_best": below, "row_noise": noise, "near_tie": tie}
@@ -127,7 +128,7 @@ def check_exact(task: Task, arm: str, expected: list[int], got: list[int], allow
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(got)))
     wanted, written = (tokens[index] if index < len(tokens) else None for tokens in (expected, got))
     report = {"arm": arm, "index": index, "dtype": dtype_name(task.target.dtype), "expected": wanted, "got": written}
-    report |= closeness(task, expected[:index], written if wanted is not None else None)
+    report |= closeness(task, expected[:index], [wanted, written])
     if report["near_tie"] and allow_near_ties:
         return report
     raise Mismatch(report)

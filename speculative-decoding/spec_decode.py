@@ -63,7 +63,7 @@ def add_prompt_options(parser) -> None:
 
 def fill_pair(args) -> None:
     target, draft = PAIRS[args.pair]
-    args.target = args.target or target
+    args.target = target if args.target is None else args.target
     if args.draft is None:
         if args.target != target:
             raise UserError("--draft: missing; the pair's own draft belongs to another target")

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from transformers import GenerationConfig
 
-from spec_common import timed
+from spec_common import first_line, say, timed
 from spec_compare import Task
 from spec_loop import Decoded
 
@@ -99,8 +99,14 @@ def run_generate(task: Task, assisted: bool) -> tuple[tuple[Decoded, float], flo
 
 
 def reference_arms(task: Task) -> dict:
-    """The two arms of --vs-transformers. The assisted one is left out for k=0, which it does not have."""
+    """The arms of --vs-transformers. The assisted one is left out, and said so, where `generate` cannot run it: for
+    k=0, and for padded tables once an id is met that only one of them has."""
     arms = {"generate": lambda: run_generate(task, assisted=False)}
-    if task.k:
-        arms["assisted"] = lambda: run_generate(task, assisted=True)
-    return arms
+    if task.k == 0:
+        return arms
+    try:
+        run_generate(task, assisted=True)
+    except (IndexError, ValueError) as error:
+        say(f"assisted generation is left out: transformers cannot run it on this pair ({first_line(error)})")
+        return arms
+    return {**arms, "assisted": lambda: run_generate(task, assisted=True)}

