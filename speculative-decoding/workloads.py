@@ -22,9 +22,8 @@ def subtract(a, b):
 def multiply(a, b):
     """Return the product of a and b."""
 ''',
-    "repetitive": "One green bottle on the wall. Two green bottles on the wall. Three green bottles on the wall. "
-    "Four green bottles on the wall. Five green bottles on the wall. Six green",
-    "open prose": "The lighthouse keeper had not spoken to anyone for three weeks when the boat appeared. She put down her lamp and",
+    "repetitive": "The wheel turns and the mill grinds. " * 4 + "The wheel turns and the mill grinds.",
+    "open prose": "Why do people love the sea? Part of the answer is that it",
     "factual list": "The countries of Europe and their capitals:\n1. France - Paris\n2. Germany - Berlin\n3. Italy - Rome\n4. Spain -",
     "structured": '[\n  {"id": 1, "name": "kettle", "price": 24.5, "in_stock": true},\n  {"id": 2, "name": "toaster", "price": 31.0, "in_stock": false},\n  {"id": 3,',
 }
