@@ -30,8 +30,13 @@ class UserError(Exception):
     """A mistake that the caller can mend: printed as one line that names the flag and the fix, exit code 2."""
 
 
+class ClaimFailed(Exception):
+    """The check of a script's claim did not hold: printed in full, exit code 1."""
+
+
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """Wrap a script's main: a UserError becomes one line and exit code 2, Ctrl-C a line and 130, no traceback."""
+    """Wrap a script's main: a UserError becomes one line and exit code 2, a claim that
+    failed 1, Ctrl-C a line and 130; no traceback for any of them."""
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +45,9 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except ClaimFailed as error:
+            print(f"FAILED: {error}")
+            return 1
         except KeyboardInterrupt:
             print("\ninterrupted: what was measured is in the result file; --resume goes on from there", file=sys.stderr)
             return 130

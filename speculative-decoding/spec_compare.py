@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_common import UserError, Watch, dtype_name, first_line, interleave, is_out_of_memory, ratio_summary, timed
+from spec_common import ClaimFailed, UserError, Watch, dtype_name, first_line, interleave, is_out_of_memory, ratio_summary, timed
 from spec_loop import Decoded, ModelDrafter, baseline, prefill, speculate
 from spec_pass import forward, new_cache
 from spec_theory import cost_speedup, interpolated, leviathan_speedup
@@ -40,11 +40,13 @@ class Task:
         return self.n_tokens + self.k + 1
 
 
-class Mismatch(Exception):
+class Mismatch(ClaimFailed):
     """A sample that is not the baseline's text. `report` says where, both ids, and how close the call was."""
 
     def __init__(self, report: dict):
-        super().__init__(f"token {report['index']}: {report['arm']} wrote {report['got']}, the target alone {report['expected']}")
+        super().__init__(
+            f"not the target's own text: at token {report['index']} {report['arm']} wrote {report['got']}, the target alone {report['expected']}; {report}"
+        )
         self.report = report
 
 

@@ -26,9 +26,12 @@ def read(folder: Path, experiment: str) -> dict | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"--results {path.name}: not a result file ({error})") from error
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or not {"environment", "config", "rows", "summary"} <= document.keys():
+        raise UserError(f"--results: {path.name} in it is not a result file; measure again")
+    return document
 
 
 def caption(document: dict) -> str:
@@ -113,7 +116,7 @@ def plot_k_sweep(document: dict, theme: dict):
 
 def plot_costs(document: dict, theme: dict):
     rows = [row for row in document["rows"] if row.get("v") is not None]
-    if not rows:
+    if not rows or not document["summary"]:  # an interrupted run has no device limits yet
         return None
     n, summary = [row["tokens"] for row in rows], document["summary"]
     figure, ax = axes(theme, "What checking n tokens costs against producing one", caption(document), "tokens in the pass, n", "ms a pass")

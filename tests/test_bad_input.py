@@ -249,7 +249,13 @@ def test_a_text_past_the_context_names_the_model_and_its_limit(flag, pair, disk,
     short = disk / f"short {flag}"
     if not short.exists():
         tiny.save(tiny.llama(max_position_embeddings=12), short)
-    says(refused(spec_decode.main, [*pair, flag, short, "--prompt", "w1 w2 w3 w4 w5"], capfd), flag, "prompt of 5 + 8 new tokens", "limit of 12", "--n-tokens")
+    says(
+        refused(spec_decode.main, [*pair, flag, short, "--prompt", "w1 w2 w3 w4 w5"], capfd),
+        flag,
+        "prompt of 5 + 8 new tokens",
+        "limit of 12",
+        "--n-tokens",
+    )
 
 
 def test_one_pass_past_the_context_is_refused(disk, results, capfd):
@@ -314,7 +320,9 @@ def test_memory_that_runs_out_in_one_cell_is_recorded_and_the_sweep_goes_on(pair
 def test_a_real_process_neither_asks_nor_shows_a_traceback(shelf, pair):
     """The whole way: a pipe for stdin, a model that wants its own code run."""
     argv = [sys.executable, str(HERE / "spec_decode.py"), *pair, "--target", str(shelf / "own code")]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     (line,) = done.stderr.strip().splitlines()

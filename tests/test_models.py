@@ -57,7 +57,9 @@ def test_a_cut_draft_computes_the_layers_it_names():
     assert torch.equal(draft(ids).logits, by_hand(ids).logits)
 
 
-@pytest.mark.parametrize(("name", "words"), [("cut:", "write cut:"), ("cut:a", "write cut:"), ("cut:0,", "write cut:"), ("cut:0,9", "layers 0 to 1")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("cut:", "write cut:"), ("cut:a", "write cut:"), ("cut:0,", "write cut:"), ("cut:0,9", "layers 0 to 1")]
+)
 def test_a_cut_that_cannot_be_made_says_why(name, words):
     with pytest.raises(UserError, match=f"--draft {name}: .*{words}"):
         cut_draft(loaded(tiny.llama()), name)
@@ -71,7 +73,14 @@ def test_a_model_that_verifies_blocks_is_accepted(name):
     check_blocks(loaded(tiny.model(name)))
 
 
-MAMBA = {"vocab_size": 64, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "initializer_range": 0.4, "tie_word_embeddings": False}
+MAMBA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "state_size": 8,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": False,
+}
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 2}
 UNFIT = {
     "mamba": lambda: tiny.build(T.MambaConfig(**MAMBA)),
@@ -114,7 +123,13 @@ def test_the_limit_of_a_context_is_where_its_frequencies_change():
     assert context_limit(tiny.llama(max_position_embeddings=16, rope_parameters=dynamic)) == 16
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
     assert context_limit(tiny.llama(max_position_embeddings=64, rope_parameters=yarn)) == 64
-    long = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    long = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
     assert context_limit(tiny.llama(max_position_embeddings=64, rope_parameters=long)) == 16
 
 
@@ -130,7 +145,9 @@ def test_a_text_past_the_context_is_refused_naming_the_limit():
 def test_a_pair_whose_ids_mean_other_words_is_refused_with_one_id_and_both_words():
     """Equal sizes and exact text: only acceptance would tell, so the meaning of ids is compared."""
     target, draft = loaded(tiny.llama()), loaded(tiny.llama(), tiny.words(reverse=True), "--draft", "other")
-    with pytest.raises(UserError, match=r"--draft other does not share the tokenizer of --target tiny: id 4 is 'w59' to the draft and 'w0' to the target"):
+    with pytest.raises(
+        UserError, match=r"--draft other does not share the tokenizer of --target tiny: id 4 is 'w59' to the draft and 'w0' to the target"
+    ):
         check_same_tokenizer(target, draft)
 
 

@@ -91,7 +91,9 @@ def test_the_new_file_is_whole_before_it_takes_the_name(results, monkeypatch):
     write_json(results, {"rows": [1]})
     seen = []
     replace = os.replace
-    monkeypatch.setattr(spec_results.os, "replace", lambda new, old: (seen.append((strict(Path(new)), strict(Path(old)))), replace(new, old)))
+    monkeypatch.setattr(
+        spec_results.os, "replace", lambda new, old: (seen.append((strict(Path(new)), strict(Path(old)))), replace(new, old))
+    )
     write_json(results, {"rows": [1, 2]})
     assert seen == [({"rows": [1, 2]}, {"rows": [1]})]
 

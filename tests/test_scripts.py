@@ -142,7 +142,9 @@ def test_a_truncation_longer_than_the_text_is_refused(target_folder, results, ca
 
 
 def precondition(results, *more: str) -> int:
-    return spec_precondition.main(["--device", "cpu", "--results", str(results), "--repeats", "2", "--warmup", "0", "--context", "16", *more])
+    return spec_precondition.main(
+        ["--device", "cpu", "--results", str(results), "--repeats", "2", "--warmup", "0", "--context", "16", *more]
+    )
 
 
 def test_the_precondition_measures_what_a_pass_costs(target_folder, draft_folder, results, capsys):
@@ -168,7 +170,9 @@ def test_each_pass_is_timed_at_the_same_context(target_folder, results, monkeypa
         return caches[-1]
 
     monkeypatch.setattr(spec_costs, "warm_cache", noted)
-    monkeypatch.setattr(spec_costs, "timed", lambda work, device: starts.append([c.get_seq_length() for c in caches]) or timed(work, device))
+    monkeypatch.setattr(
+        spec_costs, "timed", lambda work, device: starts.append([c.get_seq_length() for c in caches]) or timed(work, device)
+    )
     assert precondition(results, "--model", target_folder, "--tokens", "1,2,8", "--repeats", "3") == 0
     passes = [lengths for lengths in starts if lengths]
     assert len(passes) >= 9 and all(lengths == [16] for lengths in passes)
@@ -303,12 +307,14 @@ def test_overridden_settings_of_the_checkpoint_are_listed(pair, disk, results):
 
 
 def test_a_padded_pair_runs_from_the_shell(pair, disk, results):
-    wide = tiny.llama(vocab_size=176)
+    wide = tiny.llama(seed=1, vocab_size=176)
     expected = tiny.greedy(wide, [5, 9], 40)
     assert max(expected) >= 160, "the target must write an id that the draft cannot read"
     target = tiny.save(wide, disk / "wide")
-    draft = tiny.save(tiny.llama(seed=1, vocab_size=160), disk / "narrow")
-    assert spec_decode.main([*pair, "--target", target, "--draft", draft, "--prompt", "w1 w5", "--n-tokens", "40", "--vs-transformers"]) == 0
+    draft = tiny.save(tiny.llama(vocab_size=160), disk / "narrow")
+    assert (
+        spec_decode.main([*pair, "--target", target, "--draft", draft, "--prompt", "w1 w5", "--n-tokens", "40", "--vs-transformers"]) == 0
+    )
     assert finished(results, "spec_decode")["rows"][0]["tokens"] == expected
 
 
@@ -400,7 +406,12 @@ def test_a_chart_of_an_interrupted_run_shows_what_there_is(pair, tmp_path):
     document["rows"].append({**document["rows"][-1], "k": 9, "speedup": None, "error": "out of memory"})
     (tmp_path / "spec_bench.json").write_text(json.dumps(document))
     assert spec_plot.main(["--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"k_sweep_light.png", "k_sweep_dark.png", "time_light.png", "time_dark.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "k_sweep_light.png",
+        "k_sweep_dark.png",
+        "time_light.png",
+        "time_dark.png",
+    }
 
 
 def test_a_cost_curve_without_its_summary_is_skipped_or_drawn_not_a_traceback(target_folder, tmp_path):
@@ -444,7 +455,9 @@ def test_a_text_file_is_one_prompt_to_the_letter(tmp_path):
 
 
 def start_bench(argv: list[str]):
-    return subprocess.Popen([sys.executable, str(HERE / "spec_bench.py"), *argv], env=CHILD, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "spec_bench.py"), *argv], env=CHILD, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for_rows(process, results: Path, rows: int) -> None:

@@ -1,0 +1,114 @@
+"""Puts the committed results into the README: every table and figure between its markers comes from results/*.json.
+
+python readme_figures.py            # rewrite README.md
+python readme_figures.py --check    # exit 1 if it is not what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from spec_bench import sweep_table, workload_table
+from spec_common import HERE, Help, Parser, UserError, command
+from spec_decode import against_transformers
+from spec_drafts import table as draft_table
+from spec_precondition import NEARLY_FREE, cost_table
+
+README = HERE.parent / "README.md"
+
+
+def load(name: str) -> dict:
+    return json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def machine(bench: dict, drafts: dict) -> str:
+    """Where and from which commit the committed results come."""
+    where, config = bench["environment"], bench["config"]
+    packages = ", ".join(f"{name} {where['packages'][name]}" for name in ("torch", "transformers"))
+    return (
+        f"{config['target']['name']} with {config['draft']['name']}, {where['cpu_model']}, {where['threads']} threads, "
+        f"{where['memory_bytes'] / 2**30:.0f} GiB, {where['dtype']} arithmetic with `--cpu-linear {config['target']['cpu_linear']}`, greedy, "
+        f"{config['n_tokens']} tokens, {config['repeats']} turns of every arm; Python {where['python']}, {packages}; "
+        f"commit {where['git_commit'][:12]}, {bench['created_at'][:10]}. Load average before: {where['load_average_1m']:.2f}."
+    )
+
+
+def passes(cost: dict) -> str:
+    """What stands between a pass and its floor, from the measured parts."""
+    rows, summary = {row["tokens"]: row for row in cost["rows"]}, cost["summary"]
+    one, eight = rows[1], rows[8]
+    return (
+        f"This machine reads {summary['read_bytes_per_s'] / 1e9:.0f} GB/s and multiplies {summary['operations_per_s'] / 1e9:.0f} GFLOP/s, so checking could be free "
+        f"up to n* = {summary['ridge_tokens']:.1f} tokens. A pass over one token takes {one['pass_ms']:.1f} ms: {one['floor_ms']:.1f} ms are the floor, "
+        f"{one['linears_ms'] - one['floor_ms']:.1f} ms more are what the linear layers lose to it (many small products), and {one['pass_ms'] - one['linears_ms']:.1f} ms are "
+        f"everything else: dispatch of eager layers, attention, norms, the cache. Over eight tokens it is {eight['floor_ms']:.1f}, {eight['linears_ms'] - eight['floor_ms']:.1f} "
+        f"and {eight['pass_ms'] - eight['linears_ms']:.1f} of {eight['pass_ms']:.1f} ms."
+    )
+
+
+def not_pay(bench: dict, drafts: dict) -> str:
+    """Every measured cell and draft that is not faster than the target alone, by name."""
+    slow = [
+        f"{row['workload']} at k = {row['k']}: {row['speedup']:.2f}x"
+        for row in bench["rows"]
+        if row.get("part") in ("k", "workload") and row["speedup"] < 1
+    ]
+    slow += [
+        f"draft {row['draft']} at k = {drafts['config']['k']}: {row['speedup']:.2f}x"
+        for row in drafts["summary"]["drafts"]
+        if row["speedup"] < 1
+    ]
+    return "\n".join(f"- {line}" for line in dict.fromkeys(slow)) or "Every cell measured here was faster than the target alone."
+
+
+def figures() -> dict[str, str]:
+    """The text of every marker."""
+    one_pass, cost, decode, bench, drafts = (load(f"spec_{name}") for name in ("one_pass", "precondition", "decode", "bench", "drafts"))
+    v = {row["tokens"]: row["v"] for row in cost["rows"]}
+    row, best = decode["rows"][0], bench["summary"]
+    cells = {part: [row for row in bench["rows"] if row.get("part") == part] for part in ("k", "workload")}
+    at_best = [row for row in cells["workload"] if row["k"] == best["best_k"]]
+    low, high = min(at_best, key=lambda row: row["speedup"]), max(at_best, key=lambda row: row["speedup"])
+    ranked = sorted(drafts["summary"]["drafts"], key=lambda row: -row["speedup"])
+    return {
+        "one_pass": f"it holds: largest difference {one_pass['summary']['largest_difference_alone']:.4f} in a logit, rounding",
+        "precondition": f"V(4) = {v[4]:.2f}, V(8) = {v[8]:.2f}; nearly free (V <= {NEARLY_FREE}) up to {cost['summary']['nearly_free_up_to']} tokens",
+        "decode": f"{row['emitted']} tokens in {row['target_passes']} passes, {row['speedup']:.2f}x at k = {row['k']}, token for token the same",
+        "bench": f"best k = {best['best_k']} at {best['best_speedup']:.2f}x; from {low['speedup']:.2f}x ({low['workload']}) to {high['speedup']:.2f}x ({high['workload']}); "
+        f"predicted within {best['prediction_error_median_abs']:.3f}",
+        "drafts": "; ".join(f"{draft['draft']} {draft['speedup']:.2f}x (alpha {draft['alpha'] or 0:.2f}, c {draft['c']:.2f})" for draft in ranked),
+        "machine": machine(bench, drafts), "costs": cost_table(cost["rows"], False), "passes": passes(cost),
+        "sweep": sweep_table(cells["k"], False), "workloads": workload_table(cells["workload"], False),
+        "draft_table": draft_table(drafts["summary"]["drafts"], False), "versus": against_transformers(row), "not_pay": not_pay(bench, drafts),
+    }  # fmt: skip
+
+
+def filled(text: str, values: dict[str, str]) -> str:
+    """The README with every marker's text replaced. Raises UserError for a marker that is not there."""
+    for name, value in values.items():
+        pattern = re.compile(rf"(<!-- {name} -->)(\n?).*?(<!-- /{name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise UserError(f"README.md has no marker <!-- {name} -->")
+        text = pattern.sub(lambda match, value=value: match[1] + match[2] + value + match[2] + match[3], text)
+    return text
+
+
+@command
+def main(argv=None) -> int:
+    parser = Parser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--check", action="store_true", help="only say whether the README is what the results say")
+    args = parser.parse_args(argv)
+    text = README.read_text(encoding="utf-8")
+    new = filled(text, figures())
+    if args.check:
+        print("README.md is what the results say" if new == text else "README.md is not what the results say: run readme_figures.py")
+        return int(new != text)
+    Path(README).write_text(new, encoding="utf-8")
+    print("README.md rewritten from results/")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
