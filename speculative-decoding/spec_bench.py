@@ -14,17 +14,16 @@ import statistics
 
 from spec_common import command, dtype_name, fixed, make_parser, markdown_table, percent, progress, ratio_summary, set_up, whole_list
 from spec_compare import cell
-from spec_costs import DRAFT_PASSES, costs_of, pass_seconds, random_ids, within
-from spec_decode import add_task_options, fill_pair, make_task, workload_prompt
+from spec_costs import measured_costs
 from spec_essay import essay_sweep, essay_workload, is_essay_pair
 from spec_models import load_pair
+from spec_options import add_task_options, fill_pair, make_task, workload_prompt
 from spec_results import ResultFile, environment, settings
 from spec_theory import ceiling
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 KS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 USUAL_K = 5  # the essay's, and the workloads' second k
-COST_REPEATS, COST_WARMUP = 15, 2  # passes are short: more turns than whole texts get
 
 
 # -------------------------------------------------------------------------------------------------------------- running
@@ -34,11 +33,7 @@ def costs_row(file: ResultFile, target, draft, context: int, ks: list[int], limi
     """What passes cost at the middle of the text, as a row of the file: measured before any speedup."""
     if found := file.find(part="costs"):
         return found
-    context, sizes = within(context, sorted({1, 2, *(k + 1 for k in ks)}), limit)
-    ids = random_ids([target.model, draft.model], context + sizes[-1] + DRAFT_PASSES)
-    seconds, failed = pass_seconds(target.model, draft.model, ids, context, sizes, COST_REPEATS, COST_WARMUP)
-    costs = costs_of(seconds)
-    return file.add({"part": "costs", "context": context, **costs, "seconds": seconds, "failed": failed, "error": None})
+    return file.add({"part": "costs", **measured_costs(target.model, draft.model, context, ks, limit)})
 
 
 def best_of(rows: list[dict], name: str = "speedup") -> dict | None:

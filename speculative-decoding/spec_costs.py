@@ -14,6 +14,7 @@ DRAFT_PASSES = 4  # a draft pass is timed in a row of so many, as a round runs t
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
 SQUARE = {"cpu": 2048}  # side of the matrix product that measures the arithmetic rate; 4096 elsewhere
 LIMIT_TRIES = 8
+COST_REPEATS, COST_WARMUP = 15, 2  # passes are short: more turns than whole texts get
 
 
 def random_ids(models: list, length: int) -> torch.Tensor:
@@ -102,6 +103,14 @@ def costs_of(seconds: dict) -> dict:
     c = ratio_summary(seconds["draft"], one) if "draft" in seconds else None
     return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "v_intervals": v, "c_interval": c,
             "target_pass_s": statistics.median(one)}  # fmt: skip
+
+
+def measured_costs(target, draft, context: int, ks: list[int], limit: int | None) -> dict:
+    """The part of a result row that says what passes cost at that context, for predicting the k in `ks`."""
+    context, sizes = within(context, sorted({1, 2, *(k + 1 for k in ks)}), limit)
+    ids = random_ids([target, draft], context + sizes[-1] + DRAFT_PASSES)
+    seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP)
+    return {"context": context, **costs_of(seconds), "seconds": seconds, "failed": failed, "error": None}
 
 
 @torch.inference_mode()

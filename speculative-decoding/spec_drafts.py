@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 
 import cpu_linear
-from spec_bench import COST_REPEATS, COST_WARMUP
 from spec_common import (
     UserError,
     at_least,
@@ -27,10 +26,10 @@ from spec_common import (
     set_up,
 )
 from spec_compare import cell
-from spec_costs import DRAFT_PASSES, costs_of, pass_seconds, random_ids, within
-from spec_decode import add_decoding_options, make_task, workload_prompt
+from spec_costs import measured_costs
 from spec_essay import essay_draft
 from spec_models import EMBEDDED, EMBEDDED_DRAFTS, load_pair
+from spec_options import add_decoding_options, make_task, workload_prompt
 from spec_results import ResultFile, environment, settings
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
@@ -39,18 +38,9 @@ def costs_row(file: ResultFile, target, draft, context: int, k: int, limit: int 
     """What the draft and the target cost on this machine, before any speedup is measured: one row a draft."""
     if found := file.find(part="costs", draft=draft.name):
         return found
-    context, sizes = within(context, sorted({1, 2, k + 1}), limit)
-    ids = random_ids([target.model, draft.model], context + sizes[-1] + DRAFT_PASSES)
-    seconds, failed = pass_seconds(target.model, draft.model, ids, context, sizes, COST_REPEATS, COST_WARMUP)
     weights, _ = cpu_linear.pass_weights(draft.model)
-    row = {
-        "part": "costs",
-        "draft": draft.name,
-        "weights_per_pass": weights,
-        "parameters": draft.about["parameters"],
-        "context": context,
-    }
-    return file.add({**row, **costs_of(seconds), "seconds": seconds, "failed": failed, "error": None})
+    row = {"part": "costs", "draft": draft.name, "parameters": draft.about["parameters"], "weights_per_pass": weights}
+    return file.add({**row, **measured_costs(target.model, draft.model, context, [k], limit)})
 
 
 def run(args, target, drafts, file: ResultFile, device) -> list[dict]:

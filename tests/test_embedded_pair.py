@@ -17,7 +17,6 @@ from spec_checks import check_blocks
 from spec_common import UserError
 from spec_models import cut_draft, load
 from spec_reference import run_generate
-from workloads import WORKLOADS
 
 
 @pytest.fixture
@@ -153,7 +152,7 @@ def test_the_real_target_writes_exact_text(embedded_target, monkeypatch):
     few = cut_draft(target, "cut:0,1,29").model
     most = cut_draft(target, "cut:" + ",".join(str(layer) for layer in range(30) if layer != 13)).model
     cpu_linear.pack([target.model, few, most], cpu_linear.choose("auto", torch.device("cpu"), torch.float32))
-    prompt = target.tokenizer(WORKLOADS["repetitive"])["input_ids"]
+    prompt = target.tokenizer("One green bottle on the wall. Two green bottles on the wall. Three green bottles on")["input_ids"]
     (witness, _), _ = run_generate(tiny.task(target.model, few, prompt, 20, 4), assisted=False)
     alone = tiny.plainly(target.model, target.model, prompt, 20)
     itself = tiny.speculated(target.model, target.model, prompt, 20, 4)

@@ -1,0 +1,81 @@
+"""What the user picks in every script that decodes: the pair, the prompts, how much to write and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spec_checks import check_room, context_limit, end_ids, prompt_ids
+from spec_common import UserError, at_least
+from spec_compare import Task
+from spec_loop import LOOPS
+from spec_models import PAIRS
+from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
+
+
+def add_task_options(parser) -> None:
+    """The pair, how much to write, how."""
+    parser.add_argument("--pair", choices=PAIRS, default="smollm2", help="a target and draft that belong together")
+    parser.add_argument("--target", help="hub id, folder, .gguf file or 'smollm2'; the pair's if left out")
+    parser.add_argument("--draft", help="hub id, folder, .gguf file or 'cut:0,1,29' (layers of the target); the pair's if left out")
+    parser.add_argument("--draft-revision", help="revision of the draft on the hub")
+    add_decoding_options(parser)
+
+
+def add_decoding_options(parser) -> None:
+    """How much to write and how: the same in every script that decodes."""
+    parser.add_argument("--n-tokens", type=at_least(1), default=64, help="tokens to write")
+    parser.add_argument("--loop", choices=LOOPS, default="lean", help="lean: k draft passes a round; essay: k+1, always a full k")
+    parser.add_argument("--stop-at-eos", action="store_true", help="stop at the model's end token; otherwise write on to --n-tokens")
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the target's chat template")
+    parser.add_argument(
+        "--allow-near-ties",
+        action="store_true",
+        help="half precision: report a text that parts at a tie within row noise, but do not fail (float32: never excused)",
+    )
+
+
+def add_prompt_options(parser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--workload", default=DEFAULT_WORKLOAD, help=f"one of: {', '.join(WORKLOADS)}")
+    group.add_argument("--prompt", help="a prompt of your own")
+    group.add_argument("--prompt-file", type=Path, help="a text file (one prompt) or a .jsonl (one a line: a string, or prompt/text/turns)")
+    parser.add_argument("--limit", type=at_least(1), help="no more than that many prompts of the file")
+
+
+def fill_pair(args) -> None:
+    target, draft = PAIRS[args.pair]
+    args.target = target if args.target is None else args.target
+    if args.draft is None:
+        if args.target != target:
+            raise UserError("--draft: missing; the pair's own draft belongs to another target")
+        args.draft = draft
+
+
+def workload_prompt(name: str) -> tuple[str, str]:
+    if name not in WORKLOADS:
+        raise UserError(f"--workload {name}: unknown; choose {', '.join(WORKLOADS)}")
+    return name, WORKLOADS[name]
+
+
+def chosen_prompts(args) -> list[tuple[str, str]]:
+    """(name, text) of each prompt asked for. Raises UserError."""
+    if args.prompt is not None:
+        if not args.prompt.strip():
+            raise UserError("--prompt: empty; give some text")
+        return [("prompt", args.prompt)]
+    if args.prompt_file is not None:
+        try:
+            return read_prompts(args.prompt_file)[: args.limit]
+        except (OSError, ValueError) as error:
+            raise UserError(f"--prompt-file {args.prompt_file.name}: {getattr(error, 'strerror', None) or error}") from error
+    return [workload_prompt(args.workload)]
+
+
+def make_task(args, target, draft, text: str, k: int, device) -> Task:
+    """The task of one prompt, everything about it checked. Raises UserError."""
+    prompt = prompt_ids(target, text, args.chat, device)
+    for model in (target, draft):
+        check_room(model, prompt.shape[1], args.n_tokens)
+    limits = [limit for limit in map(context_limit, (target.model, draft.model)) if limit is not None]
+    ends = end_ids(target.model) if args.stop_at_eos else frozenset()
+    return Task(target.model, draft.model, prompt, args.n_tokens, k, args.loop, ends, min(limits, default=None))
