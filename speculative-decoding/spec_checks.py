@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spec_common import UserError, dtype_name, is_out_of_memory, say
+from spec_common import UserError, dtype_name, first_line, is_out_of_memory, say
 from spec_pass import forward, new_cache, rollback
 
 # A block of tokens on a warm cache must give the logits of one pass over everything, to within rounding: this share of
@@ -33,6 +33,9 @@ def context_limit(model) -> int | None:
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
+    for name, table in model.named_modules():  # RoBERTa's kind counts positions from the padding id on
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+            limit = table.num_embeddings - table.padding_idx - 1
     rope = getattr(config, "rope_parameters", None) or {}
     for one in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if one.get("rope_type") in ("dynamic", "longrope"):
@@ -40,11 +43,12 @@ def context_limit(model) -> int | None:
     return limit
 
 
-def check_room(loaded: Loaded, prompt_tokens: int, new_tokens: int) -> None:
+def check_room(loaded: Loaded, prompt_tokens: int, new_tokens: int, fix: str) -> None:
+    """Refuse what is past the model's limit; `fix` is the flag to lower. Raises UserError."""
     limit = context_limit(loaded.model)
     if limit is not None and prompt_tokens + new_tokens > limit:
         raise UserError(
-            f"{loaded.flag} {loaded.name}: prompt of {prompt_tokens} + {new_tokens} new tokens is past its limit of {limit}; lower --n-tokens"
+            f"{loaded.flag} {loaded.name}: prompt of {prompt_tokens} + {new_tokens} new tokens is past its limit of {limit}; lower {fix} or give a shorter text"
         )
 
 
@@ -122,20 +126,29 @@ def check_ids(loaded: Loaded, ids: list[int]) -> None:
         )
 
 
-def prompt_ids(target: Loaded, text: str, chat: bool, device: torch.device) -> torch.Tensor:
+def prompt_ids(target: Loaded, text: str, chat: bool, device: torch.device, flag: str = "--prompt") -> torch.Tensor:
     """The prompt as ids, shape (1, n), with the target's tokenizer. Raises UserError for an empty or unreadable prompt."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{flag}: not valid Unicode ({error.reason}); give text in UTF-8") from error
     tokenizer = target.tokenizer
     if not text.strip():
-        raise UserError("--prompt: empty; give some text")
+        raise UserError(f"{flag}: empty; give some text")
     templated = chat and bool(tokenizer.chat_template)
     if chat and not templated:
         say(f"{target.name} has no chat template: the prompt is used as it is")
     if templated:
         turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of its author's, and may raise anything
+            raise UserError(
+                f"--chat: {target.name}'s template refuses a single user turn ({first_line(error)}); leave --chat out"
+            ) from error
     ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
     if not ids:
-        raise UserError(f"--prompt: '{text[:40]}' gives no tokens; give some text")
+        raise UserError(f"{flag}: '{text[:40]}' gives no tokens; give some text")
     check_ids(target, ids)
     return torch.tensor([ids], device=device)
 

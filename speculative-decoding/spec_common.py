@@ -24,6 +24,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # which cannot overflow, on the others.
 AUTO_DTYPE = {"cpu": "float32", "mps": "float16", "cuda": "bfloat16", "xpu": "bfloat16"}
 BOOTSTRAP_DRAWS = 2000
+LONGEST_ERROR = 500
 
 
 class UserError(Exception):
@@ -40,10 +41,13 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character must not end a run
         try:
             return main(argv)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print("error: " + " ".join(str(error).split())[:LONGEST_ERROR], file=sys.stderr)
             return 2
         except ClaimFailed as error:
             print(f"FAILED: {error}")
@@ -51,17 +55,20 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
         except KeyboardInterrupt:
             print("\ninterrupted: what was measured is in the result file; --resume goes on from there", file=sys.stderr)
             return 130
-        except BrokenPipeError:  # the reader of our table left (`| head`): nothing to say, nobody to say it to
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):  # the reader of our table left (`| head`): nothing to say, nobody to say it to
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 141
+            print(f"error: {error}", file=sys.stderr)
+            return 2
 
     return guarded
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True for the ways torch says that memory ran out, on a GPU or on the CPU."""
-    text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in text or "out of memory" in text
+    marks = ("not enough memory", "out of memory", "can't allocate memory", "cannot allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(mark in str(error).lower() for mark in marks)
 
 
 def first_line(error: BaseException) -> str:
@@ -75,16 +82,16 @@ def first_line(error: BaseException) -> str:
 
 def pick_device(name: str) -> torch.device:
     """`auto` or a device name to a device that is there. Raises UserError before anything is loaded."""
-    kind, _, index = name.partition(":")
+    kind, colon, index = name.partition(":")
     here = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
         "cpu": True,
     }
-    if kind == "auto":
+    if name == "auto":
         return torch.device(next(kind for kind, there in here.items() if there))
-    if kind not in here or (index and not index.isdigit()):
+    if kind not in here or (colon and not (index.isascii() and index.isdigit() and kind in ("cuda", "xpu"))):
         raise UserError(f"--device {name}: unknown; choose auto, cpu, cuda, mps, xpu, or cuda:N")
     if not here[kind]:
         found = ", ".join(kind for kind, there in here.items() if there)
@@ -214,6 +221,16 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
+def reachable(path: Path, flag: str) -> Path:
+    """The path with ~ expanded, looked at once: a name that no file system takes is the caller's to mend. UserError."""
+    try:
+        path = Path(path).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"{flag} {str(path)[:60]}: {getattr(error, 'strerror', None) or error}; name another place") from error
+    return path
+
+
 def say(text: str) -> None:
     """Progress and remarks go to stderr, so that stdout holds the tables alone."""
     print(text, file=sys.stderr, flush=True)
@@ -230,24 +247,26 @@ def progress(steps: Sequence, title: str):
 # ------------------------------------------------------------------------------------------------------------- options
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
+def at_least(minimum: int, most: int = 10**6) -> Callable[[str], int]:
+    """A type for argparse: a whole number from `minimum` to `most`."""
+
     def whole(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             number = minimum - 1
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of {minimum} or more")
+        if not minimum <= number <= most:
+            raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a whole number of {minimum} or more, up to {most}")
         return number
 
     return whole
 
 
-def whole_list(minimum: int) -> Callable[[str], list[int]]:
+def whole_list(minimum: int, most: int = 10**6) -> Callable[[str], list[int]]:
     """A type for argparse: whole numbers with commas or blanks between, sorted, each once."""
 
     def whole_numbers(text: str) -> list[int]:
-        numbers = [at_least(minimum)(part) for part in text.replace(",", " ").split()]
+        numbers = [at_least(minimum, most)(part) for part in text.replace(",", " ").split()]
         if not numbers:
             raise argparse.ArgumentTypeError("empty; give whole numbers such as 1,2,4,8")
         return sorted(set(numbers))
@@ -269,7 +288,7 @@ class Parser(argparse.ArgumentParser):
     """Says a wrong option in one line, as every other mistake, instead of after the whole usage."""
 
     def error(self, message: str):
-        self.exit(2, f"error: {message}; see --help\n")
+        self.exit(2, "error: " + " ".join(message.split())[:LONGEST_ERROR] + "; see --help\n")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -290,7 +309,7 @@ def make_parser(doc: str, script: str, resume: bool = False) -> Parser:
         choices=["auto", "half", "packed", "plain"],
         help="how linear layers run on a CPU: half-precision weights with float32 arithmetic, packed once for oneDNN, or as they are",
     )
-    shared.add_argument("--threads", type=at_least(0), default=0, help="CPU threads, 0 for torch's own choice")
+    shared.add_argument("--threads", type=at_least(0, 1024), default=0, help="CPU threads, 0 for torch's own choice")
     shared.add_argument("--repeats", type=at_least(1), default=3, help="counted measurements of each arm")
     shared.add_argument("--warmup", type=at_least(0), default=1, help="uncounted turns of each arm before them")
     shared.add_argument("--results", type=Path, default=HERE / "results" / f"{script}.json", help="where the JSON goes")

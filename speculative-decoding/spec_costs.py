@@ -10,7 +10,7 @@ import cpu_linear
 from spec_common import interleave, is_out_of_memory, ratio_summary, timed
 from spec_pass import forward, new_cache, rollback
 
-DRAFT_PASSES = 4  # a draft pass is timed in a row of so many, as a round runs them, and the time divided
+DRAFT_PASSES = 4  # draft passes are timed so many in a row, as a round runs them
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
 SQUARE = {"cpu": 2048}  # side of the matrix product that measures the arithmetic rate; 4096 elsewhere
 LIMIT_TRIES = 8
@@ -48,15 +48,10 @@ def timed_pass(model, ids: torch.Tensor, cache, context: int, n: int) -> tuple[N
 
 
 def timed_draft(model, ids: torch.Tensor, cache, context: int) -> tuple[None, float]:
-    """Seconds of one draft pass over one token, from a few in a row."""
-
-    def passes():
-        for i in range(1, DRAFT_PASSES + 1):
-            forward(model, ids[:, : context + i], cache, 1)
-
-    _, seconds = timed(passes, ids.device)
+    """Seconds of one draft pass over one token: the median of a few in a row, each on the clock as a target pass is."""
+    seconds = [timed(lambda end=context + i: forward(model, ids[:, :end], cache, 1), ids.device)[1] for i in range(1, DRAFT_PASSES + 1)]
     rollback(cache, context)
-    return None, seconds / DRAFT_PASSES
+    return None, statistics.median(seconds)
 
 
 def pass_seconds(target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int) -> tuple[dict, dict]:

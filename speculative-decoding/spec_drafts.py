@@ -64,9 +64,7 @@ def pooled(draft, costs: dict, rows: list[dict]) -> dict:
     if not good:
         return row
     accepted, proposed = (sum(one[name] for one in good) for name in ("accepted", "proposed"))
-    rejected = sum(
-        accepted < proposed for one in good for accepted, proposed in zip(one["accepted_lengths"], one["proposed_lengths"], strict=True)
-    )
+    rejected = sum(one["rejections"] for one in good)
     ratios = ratio_summary(*([value for one in good for value in one[name]] for name in ("baseline_s", "speculative_s")))
     alpha = accepted / (accepted + rejected) if accepted + rejected else None
     return {
@@ -82,9 +80,10 @@ def verdict(rows: list[dict]) -> str:
     if not good:
         return "nothing could be measured; see the errors in the result file"
     best = max(good, key=lambda row: row["speedup"])
+    sure = "" if best["speedup_low"] > 1 else ", but its interval reaches below 1: not beyond the noise"
     lines = [
         f"{best['draft']} is the fastest: {best['speedup']:.2f}x"
-        + ("." if best["speedup"] > 1 else ", slower than no draft at all: do not speculate here.")
+        + (f"{sure}." if best["speedup"] > 1 else ", slower than no draft at all: do not speculate here.")
     ]
     most = max(good, key=lambda row: row["alpha"] or 0)
     if most is not best and (most["alpha"] or 0) > (best["alpha"] or 0):

@@ -26,7 +26,11 @@ class Decoded:
     proposals: list[list[int]] = field(default_factory=list)  # the guesses, each round
     accepted: list[int] = field(default_factory=list)  # how many of them were kept, each round
     emitted: list[int] = field(default_factory=list)  # tokens written, each round: accepted + 1 unless cut
-    rejections: int = 0  # rounds whose judging met a wrong guess
+    rejected: list[bool] = field(default_factory=list)  # whether judging met a wrong guess, each round
+
+    @property
+    def rejections(self) -> int:
+        return sum(self.rejected)
 
 
 class ModelDrafter:
@@ -172,8 +176,9 @@ def tally(done: Decoded, passes: int, guesses: list[int], accepted: int, block: 
     those past n tokens are (the essay's columns count them)."""
     if ended and len(block) <= accepted:  # the end token is itself a guess: what came after it was never judged
         accepted = len(block)
+        done.rejected.append(False)
     else:
-        done.rejections += accepted < len(guesses)
+        done.rejected.append(accepted < len(guesses))
     done.target_passes += 1
     done.draft_passes += passes
     done.proposals.append(guesses)

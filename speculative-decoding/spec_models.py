@@ -1,7 +1,7 @@
 """Loading models and pairs.
 
-A model name is a hub id, a folder, a `.gguf` file, `smollm2` (the embedded target), or for drafts `cut:0,1,29` (those
-layers of the target, with its own embedding and head).
+A model name is a hub id, a folder, a `.gguf` file, or `smollm2` (the embedded target); for drafts also a file of drafts/ by
+its name, or `cut:0,1,29` (those layers of the target, with its own embedding and head).
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
 import cpu_linear
-from embedded_pair import ensure_target, load_gguf, sha256
+from draft_files import build_draft
+from embedded_pair import MANIFEST, ensure_target, load_gguf, sha256
 from spec_checks import Loaded, check_blocks, check_same_tokenizer
-from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, say
+from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, reachable, say
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 EMBEDDED = "smollm2"
+# The drafts that the repository ships for the embedded target, each one small file; and untrained layers of the target.
+SHIPPED_DRAFTS = {path.stem: path for path in sorted((HERE / "drafts").glob("*.safetensors"))}
+EMBEDDED_DRAFTS = (*SHIPPED_DRAFTS, "cut:0,1,29", "cut:0,10,20,29")
 PAIRS = {
-    "smollm2": (EMBEDDED, "cut:0,1,29"),
+    "smollm2": (EMBEDDED, EMBEDDED_DRAFTS[0]),
     "essay": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
 }
-EMBEDDED_DRAFTS = ("cut:0,1,29", "cut:0,10,20,29")
 # Shapes that `--random-weights` knows without a hub: the published configs of the essay's family.
 SHIPPED_CONFIGS = {path.parent.name: path.parent for path in (HERE / "configs").glob("*/config.json")}
 
@@ -60,9 +63,9 @@ def locate(name: str, flag: str) -> str:
         raise UserError(f"{flag}: empty; give a hub id, a folder or a .gguf file")
     if name == EMBEDDED:
         return str(ensure_target())
-    path = Path(name).expanduser()
+    path = reachable(name, flag)
     if path.exists():
-        if path.is_file() and path.suffix != ".gguf":
+        if not path.is_dir() and path.suffix != ".gguf":
             raise UserError(f"{flag} {name}: a file; give the folder it is in, or a .gguf file")
         return str(path)
     if not re.fullmatch(r"[\w-]+/[\w.-]+|[\w-][\w.-]*", name) or path.suffix == ".gguf":
@@ -115,9 +118,9 @@ def read_config(where: str, name: str, flag: str, revision: str | None, trust: b
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def parameter_bytes(config, dtype: torch.dtype) -> int:
+def parameter_bytes(config, dtype: torch.dtype, trust: bool) -> int:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     return sum(p.numel() for p in model.parameters()) * dtype.itemsize
 
 
@@ -143,10 +146,10 @@ def placement(needed_bytes: int, device: torch.device, name: str, flag: str) -> 
     return {"device_map": str(device)}
 
 
-def random_model(config, device: torch.device, dtype: torch.dtype):
+def random_model(config, device: torch.device, dtype: torch.dtype, trust: bool = False):
     """A model of that config with random weights, made on the device in the dtype: its cost is the real one's."""
     with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -159,8 +162,12 @@ def load_random(name: str, flag: str, device: torch.device, dtype: torch.dtype, 
     shipped = re.sub(r"-instruct$", "", name.split("/")[-1].lower())
     where = str(SHIPPED_CONFIGS.get(shipped) or locate(name, flag))
     config = read_config(where, name, flag, revision, trust)
-    placement(parameter_bytes(config, dtype), device, name, flag)
-    return Loaded(random_model(config, device, dtype).eval(), None, name, flag, {"name": name, "weights": "random"})
+    try:
+        placement(parameter_bytes(config, dtype, trust), device, name, flag)
+        model = random_model(config, device, dtype, trust)
+    except (ValueError, RuntimeError) as error:
+        raise explain(error, name, flag) from error
+    return Loaded(model.eval(), None, name, flag, {"name": name, "weights": "random", "parameters": model.num_parameters()})
 
 
 def weights_about(where: str, config) -> dict:
@@ -168,8 +175,17 @@ def weights_about(where: str, config) -> dict:
     path = Path(where)
     if not path.exists():
         return {"revision": getattr(config, "_commit_hash", None)}
-    hashes = [sha256(file) for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
-    return {"sha256": hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()}
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    return {"sha256": hashlib.sha256("".join(sha256(file) for file in files if file.name != MANIFEST).encode()).hexdigest()}
+
+
+def check_complete(info: dict, name: str, flag: str) -> None:
+    """Refuse a checkpoint that lacks weights: transformers would fill them in at random and go on. Raises UserError."""
+    absent = sorted([*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])])
+    if absent:
+        raise UserError(
+            f"{flag} {name}: the checkpoint is incomplete, {len(absent)} weights are missing or of another shape, the first {absent[0]}"
+        )
 
 
 def load(name: str, flag: str, device: torch.device, dtype: torch.dtype, revision: str | None = None, trust: bool = False) -> Loaded:
@@ -177,12 +193,15 @@ def load(name: str, flag: str, device: torch.device, dtype: torch.dtype, revisio
     where = locate(name, flag)
     config = read_config(where, name, flag, revision, trust)
     try:
-        placed = placement(parameter_bytes(config, dtype), device, name, flag)
+        placed = placement(parameter_bytes(config, dtype, trust), device, name, flag)
         if where.endswith(".gguf"):
             model, tokenizer = load_gguf(Path(where), dtype, **placed)
         else:
             options = {"revision": revision, "trust_remote_code": trust}
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, use_safetensors=True, **placed, **options)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                where, dtype=dtype, use_safetensors=True, output_loading_info=True, **placed, **options
+            )
+            check_complete(info, name, flag)
             tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except (UserError, KeyboardInterrupt):
         raise
@@ -218,14 +237,39 @@ def cut_draft(target: Loaded, name: str) -> Loaded:
         draft = type(target.model)(config).to(target.model.dtype)
     draft.load_state_dict(state, assign=True)
     draft.tie_weights()
+    return own_draft(target, draft, name, {"cut_from": target.about})
+
+
+def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
+    """A draft that uses the target's own embedding and head: one of each in memory, the head packed once."""
     draft.get_input_embeddings().weight = target.model.get_input_embeddings().weight
-    draft.set_output_embeddings(target.model.get_output_embeddings())  # one head module, so it is packed once
-    return Loaded(
-        draft.eval(), target.tokenizer, name, "--draft", {"name": name, "cut_from": target.about, "parameters": draft.num_parameters()}
-    )
+    draft.set_output_embeddings(target.model.get_output_embeddings())
+    return Loaded(draft.eval(), target.tokenizer, name, "--draft", {"name": name, **about, "parameters": draft.num_parameters()})
+
+
+def shipped_draft(target: Loaded, name: str) -> Loaded:
+    """A draft that the repository ships, on the target that it was trained for. Raises UserError for another target."""
+    try:
+        draft = build_draft(SHIPPED_DRAFTS[name], target.model).to(target.model.device, target.model.dtype)
+    except ValueError as error:
+        raise UserError(f"--draft {name}: {first_line(error)}") from error
+    return own_draft(target, draft, name, {"sha256": sha256(SHIPPED_DRAFTS[name])})
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs
+
+
+def load_draft(target: Loaded, name: str, device, dtype, revision: str | None, trust: bool, same: bool = False) -> Loaded:
+    """A draft for that target, by name; `same`: the target itself. Raises UserError where they share no tokenizer."""
+    if same:
+        return Loaded(target.model, target.tokenizer, target.name, "--draft", target.about)
+    if name.startswith("cut:"):
+        return cut_draft(target, name)
+    if name in SHIPPED_DRAFTS:
+        return shipped_draft(target, name)
+    draft = load(name, "--draft", device, dtype, revision, trust)
+    check_same_tokenizer(target, draft)
+    return draft
 
 
 def load_pair(args, device: torch.device, dtype: torch.dtype, drafts: list[str]) -> tuple[Loaded, list[Loaded]]:
@@ -235,15 +279,13 @@ def load_pair(args, device: torch.device, dtype: torch.dtype, drafts: list[str])
     """
     kind = linear_kind(args, device, dtype)
     target = load(args.target, "--target", device, dtype, args.revision, args.trust_remote_code)
-    loaded = []
-    for name in drafts:
-        if name.startswith("cut:"):
-            loaded.append(cut_draft(target, name))
-        elif name == args.target:
-            loaded.append(Loaded(target.model, target.tokenizer, target.name, "--draft", target.about))
-        else:
-            loaded.append(load(name, "--draft", device, dtype, getattr(args, "draft_revision", None), args.trust_remote_code))
-            check_same_tokenizer(target, loaded[-1])
+    revision = getattr(args, "draft_revision", None)
+    names: dict[str, str] = {}
+    loaded = [load_draft(target, name, device, dtype, revision, args.trust_remote_code, same=name == args.target) for name in drafts]
+    for given, draft in zip(drafts, loaded, strict=True):  # rows are found by the name, so two folders of one name need two
+        if draft.name in names:
+            draft.name = f"{draft.name} ({len(names) + 1})"
+        names[draft.name] = given
     cpu_linear.pack([target.model, *(draft.model for draft in loaded)], kind)
     for one in [target, *loaded]:
         check_blocks(one)

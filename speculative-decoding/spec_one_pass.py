@@ -95,7 +95,11 @@ def parse_args(argv):
     parser = make_parser(__doc__, "spec_one_pass")
     parser.add_argument("--model", default=EMBEDDED, help="hub id, folder, .gguf file or 'smollm2'")
     parser.add_argument("--text", default=ESSAY_TEXT, help="any text")
-    parser.add_argument("--truncate", type=at_least(1), default=ESSAY_CUT, help="how many tokens the second pass keeps")
+    parser.add_argument(
+        "--truncate",
+        type=at_least(1),
+        help=f"how many tokens the second pass keeps; {ESSAY_CUT}, or all but one of a shorter text, if left out",
+    )
     return parser.parse_args(argv)
 
 
@@ -107,9 +111,11 @@ def main(argv=None) -> int:
         raise UserError("--text: empty; give some text")
     kind = linear_kind(args, device, dtype)
     loaded = load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)
-    ids = prompt_ids(loaded, args.text, False, device)
-    check_room(loaded, ids.shape[1], 0)
-    if args.truncate >= ids.shape[1]:
+    ids = prompt_ids(loaded, args.text, False, device, "--text")
+    check_room(loaded, ids.shape[1], 0, "--text")
+    if args.truncate is None:
+        args.truncate = max(1, min(ESSAY_CUT, ids.shape[1] - 1))
+    elif args.truncate >= ids.shape[1]:
         raise UserError(f"--truncate {args.truncate}: the text has {ids.shape[1]} tokens; keep fewer")
     cpu_linear.pack([loaded.model], kind)
     print(f"{loaded.name}, {device}, {dtype_name(dtype)}, linear layers: {kind}\n")

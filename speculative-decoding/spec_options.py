@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from spec_checks import check_room, context_limit, end_ids, prompt_ids
-from spec_common import UserError, at_least
+from spec_common import UserError, at_least, reachable
 from spec_compare import Task
 from spec_loop import LOOPS
 from spec_models import PAIRS
@@ -65,17 +66,28 @@ def chosen_prompts(args) -> list[tuple[str, str]]:
         return [("prompt", args.prompt)]
     if args.prompt_file is not None:
         try:
-            return read_prompts(args.prompt_file)[: args.limit]
-        except (OSError, ValueError) as error:
+            return read_prompts(reachable(args.prompt_file, "--prompt-file"))[: args.limit]
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"--prompt-file {args.prompt_file.name}: {getattr(error, 'strerror', None) or error}") from error
     return [workload_prompt(args.workload)]
+
+
+def check_prompts(args, target, drafts: list, prompts: list[tuple[str, str]], k: int, device) -> dict[str, str]:
+    """Check every prompt before the first is measured. Returns the hash of each one's ids, by name: part of a result
+    file's settings, so that no run resumes on another text of the same name. Raises UserError."""
+    hashes = {}
+    for name, text in prompts:
+        for draft in drafts:
+            task = make_task(args, target, draft, text, k, device)
+        hashes[name] = hashlib.sha256(str(task.prompt[0].tolist()).encode()).hexdigest()[:16]
+    return hashes
 
 
 def make_task(args, target, draft, text: str, k: int, device) -> Task:
     """The task of one prompt, everything about it checked. Raises UserError."""
     prompt = prompt_ids(target, text, args.chat, device)
     for model in (target, draft):
-        check_room(model, prompt.shape[1], args.n_tokens)
+        check_room(model, prompt.shape[1], args.n_tokens, "--n-tokens")
     limits = [limit for limit in map(context_limit, (target.model, draft.model)) if limit is not None]
     ends = end_ids(target.model) if args.stop_at_eos else frozenset()
     return Task(target.model, draft.model, prompt, args.n_tokens, k, args.loop, ends, min(limits, default=None))

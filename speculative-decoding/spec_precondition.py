@@ -15,11 +15,11 @@ import statistics
 import torch
 
 import cpu_linear
-from spec_checks import Loaded, check_blocks, check_room, check_same_tokenizer
+from spec_checks import Loaded, check_blocks, check_room
 from spec_common import at_least, command, dtype_name, fixed, fraction, make_parser, markdown_table, say, set_up, whole_list
 from spec_costs import DRAFT_PASSES, costs_of, device_limits, floor_s, implied, linear_seconds, pass_seconds, random_ids
 from spec_essay import FIGURES, essay_cost
-from spec_models import EMBEDDED, SHIPPED_CONFIGS, cut_draft, linear_kind, load, load_random
+from spec_models import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_draft, load_random
 from spec_results import ResultFile, environment, settings
 from spec_theory import best_k, ceiling, interpolated
 
@@ -117,20 +117,16 @@ def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
     kind = linear_kind(args, device, dtype)
     if args.random_weights:
         both = [load_random(name, flag, device, dtype, args.revision, args.trust_remote_code)
-                for name, flag in ((args.model, "--model"), (args.draft, "--draft")) if name]  # fmt: skip
+                for name, flag in ((args.model, "--model"), (args.draft, "--draft")) if name is not None]  # fmt: skip
     else:
         both = [load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)]
-        if args.draft and args.draft.startswith("cut:"):
-            both.append(cut_draft(both[0], args.draft))
-        elif args.draft:
-            both.append(load(args.draft, "--draft", device, dtype, None, args.trust_remote_code))
-            check_same_tokenizer(*both)
+        both += [load_draft(both[0], args.draft, device, dtype, None, args.trust_remote_code)] if args.draft is not None else []
     cpu_linear.pack([one.model for one in both], kind)
     for one in both:
         check_blocks(one)
-        check_room(one, args.context, max(*args.tokens, DRAFT_PASSES))
+        check_room(one, args.context, max(*args.tokens, DRAFT_PASSES), "--context or --tokens")
         one.about["cpu_linear"] = kind
-    return both[0], both[1] if args.draft else None
+    return both[0], both[1] if len(both) > 1 else None
 
 
 def parse_args(argv):
@@ -141,7 +137,7 @@ def parse_args(argv):
         help=f"hub id, folder, .gguf file or 'smollm2'; with --random-weights also {', '.join(sorted(SHIPPED_CONFIGS))}",
     )
     parser.add_argument("--draft", help="a draft, to measure c as well")
-    parser.add_argument("--tokens", type=whole_list(1), default=list(TOKENS), help="sizes of the block, e.g. 1,2,4,8")
+    parser.add_argument("--tokens", type=whole_list(1, 4096), default=list(TOKENS), help="sizes of the block, e.g. 1,2,4,8")
     parser.add_argument("--context", type=at_least(1), default=128, help="tokens in the cache before the block")
     parser.add_argument(
         "--acceptance", type=fraction, default=FIGURES["decode_k5_prose"]["acceptance"], help="acceptance for the verdict; the essay's"

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -13,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 
-from spec_common import HERE, UserError, device_name, dtype_name, say
+from spec_common import HERE, UserError, device_name, dtype_name, reachable, say
 
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 # Options that change where things go, not what is measured: they may differ between a run and its resumption.
+TEXTS = ("--prompt", "--text")
 NOT_SETTINGS = {"results", "resume", "revision", "draft_revision"}
 
 
@@ -93,16 +97,6 @@ def write_json(path: Path, document: dict) -> None:
         half.unlink(missing_ok=True)
 
 
-def shown_command() -> str:
-    """The command line without any folder of this machine."""
-    words = [Path(sys.argv[0]).name]
-    for word in sys.argv[1:]:
-        option, equals, value = word.partition("=")
-        word = f"{option}={Path(value).name}" if equals and os.path.isabs(value) else word
-        words.append(Path(word).name if os.path.isabs(word) else word)
-    return " ".join(["python", *words])
-
-
 def without_folder(value):
     """An absolute path, alone or in a list, shortened to its name: no folder of this machine goes into a file."""
     if isinstance(value, (list, tuple)):
@@ -110,10 +104,23 @@ def without_folder(value):
     return Path(value).name if isinstance(value, (str, Path)) and os.path.isabs(value) else value
 
 
+def shown_command() -> str:
+    """The command line without any folder of this machine."""
+    words, before = [Path(sys.argv[0]).name], ""
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        if option in TEXTS or before in TEXTS:  # a prompt may begin like a path
+            words.append(word)
+        else:
+            words.append(f"{option}={without_folder(value)}" if equals and option.startswith("--") else without_folder(word))
+        before = word
+    return shlex.join(["python", *words])
+
+
 def settings(args, **more) -> dict:
     """The `config` of a result file: every option after defaults, and what was found on loading (`more`)."""
     options = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
-    return plain({**{name: without_folder(value) for name, value in options.items()}, **more})
+    return plain({**{name: value if f"--{name}" in TEXTS else without_folder(value) for name, value in options.items()}, **more})
 
 
 class ResultFile:
@@ -124,7 +131,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, experiment: str, config: dict, where: dict, resume: str | None):
-        self.path = path.expanduser()
+        self.path = reachable(path, "--results")
         self.document = {
             "schema_version": SCHEMA_VERSION,
             "experiment": experiment,
@@ -136,10 +143,22 @@ class ResultFile:
             "rows": [],
             "summary": {},
         }
-        if self.path.is_dir():
-            raise UserError(f"--results {path}: a folder; name the file in it")
-        if self.path.exists():
-            self.take_up(resume)
+        if self.path.exists() and not self.path.is_file():
+            raise UserError(
+                f"--results {path}: a folder or a device, not a file that can be replaced; name a file such as results/mine.json"
+            )
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=0)
+            self.lock.acquire()
+            if self.path.exists():
+                self.take_up(resume)
+        except Timeout as error:
+            raise UserError(f"--results {path}: another run is writing it; name another file") from error
+        except OSError as error:
+            raise UserError(
+                f"--results {path}: the file that is there or its folder cannot be written ({error.strerror or error}); name another"
+            ) from error
         self.write()
 
     @property
@@ -150,7 +169,7 @@ class ResultFile:
         """Go on from the file that is there, or move it aside: nothing measured is ever lost."""
         try:
             old = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             old = {}
         old = old if isinstance(old, dict) else {}
         differs = self.difference(old)
@@ -160,7 +179,8 @@ class ResultFile:
             return
         if resume == "strict":
             raise UserError(f"--resume: {self.path.name} was made with other settings ({differs}); leave --resume out to start afresh")
-        name = f"{self.path.stem}-{str(old.get('created_at', 'unreadable')).replace(':', '')}"
+        stamp = re.sub(r"[^0-9A-Za-z+-]", "", str(old.get("created_at", "unreadable")))[:40]
+        name = f"{self.path.stem}-{stamp}"
         (self.path.parent / "old").mkdir(exist_ok=True)
         number, aside = 1, self.path.parent / "old" / f"{name}.json"
         while aside.exists():
@@ -207,3 +227,4 @@ class ResultFile:
         if kind is not None:
             self.document["status"] = "interrupted" if kind is KeyboardInterrupt else "failed"
             self.write()
+        self.lock.release()

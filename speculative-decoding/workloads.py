@@ -34,7 +34,7 @@ JSONL_KEYS = ("prompt", "text", "turns")
 def prompt_of(record: object) -> str:
     """The prompt in one JSONL record: a string, or an object with prompt, text, or turns (the first turn)."""
     if isinstance(record, dict):
-        record = next((record[key] for key in JSONL_KEYS if key in record), None)
+        record = next((record[key] for key in JSONL_KEYS if record.get(key) is not None), None)
     if isinstance(record, list) and record:
         record = record[0]
     if not isinstance(record, str) or not record.strip():
@@ -44,12 +44,12 @@ def prompt_of(record: object) -> str:
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """(name, prompt) from a file: each line of a .jsonl, else the whole text as one. Raises ValueError, OSError."""
-    text = Path(path).expanduser().read_text(encoding="utf-8")
-    if Path(path).suffix != ".jsonl":
+    text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    if Path(path).suffix.lower() != ".jsonl":
         found = [(Path(path).name, text)]
     else:
         found = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 try:
                     found.append((f"{Path(path).name}:{number}", prompt_of(json.loads(line))))

@@ -159,6 +159,6 @@ def test_the_real_target_writes_exact_text(embedded_target, monkeypatch):
     cheap = tiny.speculated(target.model, few, prompt, 20, 4, loop="essay")
     dear = tiny.speculated(target.model, most, prompt, 20, 4)
     assert witness.tokens == alone.tokens == itself.tokens == cheap.tokens == dear.tokens
-    assert "bottles" in target.tokenizer.decode(alone.tokens)
+    assert target.tokenizer.decode(alone.tokens).startswith(" the wall"), "weights or tokenizer are wrong if it cannot go on with this"
     assert (itself.rejections, itself.target_passes) == (0, 4)
     assert 4 <= dear.target_passes < 20, "a layer less of thirty agrees now and then"

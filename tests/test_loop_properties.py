@@ -88,6 +88,28 @@ def test_the_baseline_really_runs_the_passes_it_counts(prompt, monkeypatch):
     assert fed == prefill + [len(prompt) + i for i in range(9)]
 
 
+@pytest.mark.parametrize("draft", ["near", "wrong", "itself"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_no_pass_reads_a_token_twice(draft, loop, monkeypatch):
+    """A cache cut too short is exact as well, and pays for it: every pass feeds what is new and nothing else."""
+    target, cheap = TARGET, tiny.near(TARGET, 0) if draft == "itself" else DRAFTS[draft]
+    fed = {id(target): [], id(cheap): []}
+
+    def counted(model, ids, cache, keep):
+        fed[id(model)].append(ids.shape[1] - cache.get_seq_length())
+        return forward(model, ids, cache, keep)
+
+    monkeypatch.setattr("spec_loop.forward", counted)
+    done = tiny.speculated(target, cheap, n=LONGEST, k=3, loop=loop)
+    prefill = len(tiny.PROMPT) - 1
+    assert fed[id(target)] == [prefill, *(len(guesses) + 1 for guesses in done.proposals)]
+    first, *passes = fed[id(cheap)]
+    assert first == prefill and len(passes) == done.draft_passes
+    all_kept = [kept == len(guesses) for kept, guesses in zip(done.accepted, done.proposals, strict=True)]
+    twos = sum(kept and bool(after) for kept, after in zip(all_kept, done.proposals[1:], strict=False))  # the last guess and the correction
+    assert sorted(passes) == [1] * (len(passes) - (twos if loop == "lean" else 0)) + [2] * (twos if loop == "lean" else 0)
+
+
 @given(k=st.integers(1, 8), n=st.integers(1, LONGEST), prompt=st.sampled_from(PROMPTS), loop=st.sampled_from(LOOPS))
 def test_a_model_that_drafts_for_itself_needs_the_fewest_passes(k, n, prompt, loop):
     done = tiny.speculated(TARGET, TARGET, prompt, n, k, loop=loop)

@@ -134,9 +134,9 @@ def test_the_limit_of_a_context_is_where_its_frequencies_change():
 
 
 def test_a_text_past_the_context_is_refused_naming_the_limit():
-    check_room(loaded(tiny.llama(max_position_embeddings=16)), 8, 8)
+    check_room(loaded(tiny.llama(max_position_embeddings=16, "--n-tokens")), 8, 8)
     with pytest.raises(UserError, match="--target tiny: prompt of 8 . 9 new tokens is past its limit of 16; lower --n-tokens"):
-        check_room(loaded(tiny.llama(max_position_embeddings=16)), 8, 9)
+        check_room(loaded(tiny.llama(max_position_embeddings=16, "--n-tokens")), 8, 9)
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers
