@@ -8,7 +8,7 @@ import torch
 import spec_compare
 import tiny
 from spec_compare import Mismatch, check_exact, compare
-from spec_pass import DecodingError
+from spec_pass import DecodingError, check_finite
 
 PLACE = 5
 
@@ -183,6 +183,19 @@ def test_text_is_never_made_of_logits_that_are_not_finite(where):
     for run in (tiny.plainly, tiny.speculated):
         with pytest.raises(DecodingError, match="LlamaForCausalLM: logits are not finite in float32 on cpu"):
             run(model, model)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_healthy_draft_does_not_hide_a_spoiled_target(k):
+    with pytest.raises(DecodingError, match="not finite"):
+        tiny.speculated(spoiled("one NaN row"), tiny.llama(), k=k)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_every_value_that_is_no_number_is_not_finite(value):
+    check_finite(tiny.llama(), [1.0, -1e30])
+    with pytest.raises(DecodingError, match="not finite"):
+        check_finite(tiny.llama(), [1.0, value])
 
 
 def test_a_drafts_logits_must_be_finite_too():

@@ -121,6 +121,8 @@ def test_the_limit_of_a_context_is_where_its_frequencies_change():
     assert context_limit(tiny.gpt2(n_positions=32)) == 32
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     assert context_limit(tiny.llama(max_position_embeddings=16, rope_parameters=dynamic)) == 16
+    stretched = {**dynamic, "original_max_position_embeddings": 16}
+    assert context_limit(tiny.llama(max_position_embeddings=64, rope_parameters=stretched)) == 16
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
     assert context_limit(tiny.llama(max_position_embeddings=64, rope_parameters=yarn)) == 64
     long = {
@@ -134,9 +136,9 @@ def test_the_limit_of_a_context_is_where_its_frequencies_change():
 
 
 def test_a_text_past_the_context_is_refused_naming_the_limit():
-    check_room(loaded(tiny.llama(max_position_embeddings=16, "--n-tokens")), 8, 8)
+    check_room(loaded(tiny.llama(max_position_embeddings=16)), 8, 8, "--n-tokens")
     with pytest.raises(UserError, match="--target tiny: prompt of 8 . 9 new tokens is past its limit of 16; lower --n-tokens"):
-        check_room(loaded(tiny.llama(max_position_embeddings=16, "--n-tokens")), 8, 9)
+        check_room(loaded(tiny.llama(max_position_embeddings=16)), 8, 9, "--n-tokens")
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers
