@@ -20,7 +20,10 @@ README = HERE.parent / "README.md"
 
 
 def load(name: str) -> dict:
-    return json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    path = HERE / "results" / f"{name}.json"
+    if not path.exists():
+        raise UserError(f"results/{name}.json is not there; run {name}.py first")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def machine(bench: dict, drafts: dict) -> str:

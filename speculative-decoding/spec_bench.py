@@ -148,6 +148,7 @@ def parse_args(argv):
 def main(argv=None) -> int:
     args = parse_args(argv)
     device, dtype = set_up(args)
+    args.workloads = list(dict.fromkeys(args.workloads))
     for name in [args.workload, *args.workloads]:
         workload_prompt(name)
     fill_pair(args)
@@ -161,7 +162,7 @@ def main(argv=None) -> int:
         file.finish(summarise(sweep, workloads))
         summary, costs = file.document["summary"], file.find(part="costs")
     print(f"\n{verdict(summary, costs, args)}\nresults in {args.results}")
-    return 0
+    return int(summary.get("best_k") is None)
 
 
 if __name__ == "__main__":

@@ -116,9 +116,13 @@ def device_name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all queued work. On a CPU there is no queue."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+    """Wait until every device of that kind has done all queued work (a model may be spread). A CPU has no queue."""
+    kind = getattr(torch, device.type)
+    if device.type in ("cuda", "xpu") and kind.device_count() > 1:
+        for index in range(kind.device_count()):
+            kind.synchronize(index)
+    elif device.type != "cpu":
+        kind.synchronize()
 
 
 # ---------------------------------------------------------------------------------------------------------- the clock
@@ -231,6 +235,14 @@ def reachable(path: Path, flag: str) -> Path:
     return path
 
 
+def replaceable(path: Path) -> Path:
+    """Where a result file may be written: nothing there yet, or a plain file. Raises UserError for a folder or device."""
+    path = reachable(path, "--results")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--results {path}: a folder or a device, not a file that can be replaced; name a file such as results/mine.json")
+    return path
+
+
 def say(text: str) -> None:
     """Progress and remarks go to stderr, so that stdout holds the tables alone."""
     print(text, file=sys.stderr, flush=True)
@@ -327,6 +339,7 @@ def make_parser(doc: str, script: str, resume: bool = False) -> Parser:
 def set_up(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
     """The device and dtype asked for, threads set. Raises UserError before anything slow."""
     device = pick_device(args.device)
+    replaceable(args.results)
     if args.threads:
         torch.set_num_threads(args.threads)
     return device, pick_dtype(args.dtype, device)

@@ -247,7 +247,8 @@ def compare(
 
     `more_arms` are further ways to write the same tokens: name -> function returning ((Decoded, 0.0), seconds).
     """
-    (first, _), _ = run_baseline(task)
+    (first, _), _ = run_baseline(task)  # these two warm up the watched runs; `interleave` warms up the timed ones
+    (warm, _), _ = run_speculative(task)
     plain, fast = watched(run_baseline, task), watched(run_speculative, task)
     near_ties = []
 
@@ -255,6 +256,7 @@ def compare(
         if tie := check_exact(task, arm, first.tokens, done.tokens, allow_near_ties):
             near_ties.append(tie)
 
+    check("speculative, first", warm)
     check("baseline, watched", plain[0])
     check("speculative, watched", fast[0])
     row = {"k": task.k, "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1], **counts(task, fast[0])}
@@ -271,9 +273,6 @@ def compare(
     for arm, runs in samples.items():
         for (done, _), _ in runs:
             check(arm, done)
-    if "assisted" in samples:
-        lengths = samples["assisted"][0][0][0].emitted
-        row.update(assisted_emitted_lengths=lengths, assisted_rounds_equal=lengths == fast[0].emitted)
     row.update(speed(samples, len(first.tokens)), exact=not near_ties, near_ties=near_ties, error=None)
     if row.get("predicted_costs") is not None:
         row["prediction_error"] = row["predicted_costs"] - row["speedup"]

@@ -121,7 +121,11 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, d
     for name, text in prompts:
         task = make_task(args, target, draft, text, args.k, device)
         say(f"{name}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ...")
-        rows.append(cell(file, task, args, {"workload": name}, more_arms=reference_arms(task) if args.vs_transformers else None))
+        arms, lengths = reference_arms(task) if args.vs_transformers else ({}, None)
+        row = cell(file, task, args, {"workload": name}, more_arms=arms)
+        if lengths is not None and args.loop == "lean" and lengths != row.get("emitted_lengths", lengths):
+            raise ClaimFailed(f"{name}: rounds of assisted generation wrote {lengths} tokens, ours {row['emitted_lengths']}")
+        rows.append(row)
     return rows
 
 
@@ -173,7 +177,7 @@ def main(argv=None) -> int:
     prompts = chosen_prompts(args)
     if args.self_draft:
         args.target = PAIRS[args.pair][0] if args.target is None else args.target
-        args.draft = args.target
+        args.draft, args.draft_revision = args.target, args.revision
     fill_pair(args)
     target, (draft,) = load_pair(args, device, dtype, [args.draft])
     hashes = check_prompts(args, target, [draft], prompts, args.k, device)
@@ -189,7 +193,7 @@ def main(argv=None) -> int:
             check_self_draft(rows)
         file.finish({"speedup": median_of(rows, "speedup")})
     print(f"results in {args.results}")
-    return 0
+    return int(all(row["error"] for row in rows))
 
 
 if __name__ == "__main__":

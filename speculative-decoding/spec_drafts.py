@@ -160,7 +160,7 @@ def main(argv=None) -> int:
         rows = run(args, target, drafts, file, device)
         file.finish({"drafts": rows})
     print(f"{table(rows, any(essay_draft(draft.name) for draft in drafts))}\n\n{verdict(rows)}\nresults in {args.results}")
-    return 0
+    return int(all(row["error"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -281,7 +281,10 @@ def load_pair(args, device: torch.device, dtype: torch.dtype, drafts: list[str])
     target = load(args.target, "--target", device, dtype, args.revision, args.trust_remote_code)
     revision = getattr(args, "draft_revision", None)
     names: dict[str, str] = {}
-    loaded = [load_draft(target, name, device, dtype, revision, args.trust_remote_code, same=name == args.target) for name in drafts]
+    loaded = [
+        load_draft(target, name, device, dtype, revision, args.trust_remote_code, same=(name, revision) == (args.target, args.revision))
+        for name in drafts
+    ]
     for given, draft in zip(drafts, loaded, strict=True):  # rows are found by the name, so two folders of one name need two
         if draft.name in names:
             draft.name = f"{draft.name} ({len(names) + 1})"

@@ -67,7 +67,7 @@ def run(model, tokenizer, ids: torch.Tensor, cut: int) -> tuple[list[dict], dict
             alone_same=int(alone.argmax()) == row["prediction_id"],
         )
     allowed = TOLERANCE.get(model.dtype, 0.3) * float(whole.std())
-    broken = [row["position"] for row in rows if max(row["alone_difference"], row.get("truncated_difference", 0)) > allowed]
+    broken = [row["position"] for row in rows if not max(row["alone_difference"], row.get("truncated_difference", 0)) <= allowed]
     summary = {
         "largest_numerical_difference": max(row.get("truncated_difference", 0) for row in rows),
         "largest_difference_alone": max(row["alone_difference"] for row in rows),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from spec_common import HERE, Help, Parser, UserError, command, say
+from spec_common import HERE, Help, Parser, UserError, command, reachable, say
 
 THEMES = {
     "light": {"paper": "#ffffff", "ink": "#1f2430", "faint": "#c9cdd6", "a": "#2a6fdb", "b": "#e07a1f", "c": "#2f9e5f", "d": "#8a8f9c"},
@@ -208,13 +208,16 @@ def main(argv=None) -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder of the result files")
     parser.add_argument("--out", type=Path, help="where the charts go; the same folder if left out")
     args = parser.parse_args(argv)
-    if not args.results.is_dir():
+    if not reachable(args.results, "--results").is_dir():
         raise UserError(f"--results {args.results}: no such folder; run spec_bench.py first")
     out, drawn = args.out or args.results, []
     for name, (experiment, plot) in CHARTS.items():
         document = read(args.results, experiment)
         for theme, colours in THEMES.items():
-            figure = plot(document, colours) if document else None
+            try:
+                figure = plot(document, colours) if document else None
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise UserError(f"--results: {experiment}.json in it has rows that no chart can show ({error!r}); measure again") from error
             if figure is None:
                 say(f"{name}: skipped, {experiment}.json has no rows for it")
                 break

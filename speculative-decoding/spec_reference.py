@@ -82,9 +82,9 @@ def assistant_config(k: int) -> GenerationConfig:
     )
 
 
-def run_generate(task: Task, assisted: bool) -> tuple[tuple[Decoded, float], float]:
-    """One `generate`, its own prefill included. Returns ((Decoded, 0.0), seconds), as the arms of spec_compare do."""
-    streamer = RoundLengths()
+def run_generate(task: Task, assisted: bool, streamer: RoundLengths | None = None) -> tuple[tuple[Decoded, float], float]:
+    """One `generate`, its own prefill included. Returns ((Decoded, 0.0), seconds), as the arms of spec_compare do; the
+    rounds are counted where a streamer listens, which timed runs leave out."""
     # A model that drafts for itself needs a second generation config: a shallow copy has one and shares the weights.
     draft = copy.copy(task.draft) if task.draft is task.target else task.draft
     options = {"assistant_model": draft} if assisted else {}
@@ -95,19 +95,23 @@ def run_generate(task: Task, assisted: bool) -> tuple[tuple[Decoded, float], flo
     ):
         write = partial(task.target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options)
         written, seconds = timed(write, task.device)
-    done = Decoded(tokens=written[0, task.prompt.shape[1] :].tolist(), emitted=streamer.rounds, target_passes=len(streamer.rounds))
+    rounds = streamer.rounds if streamer else []
+    done = Decoded(tokens=written[0, task.prompt.shape[1] :].tolist(), emitted=rounds, target_passes=len(rounds))
     return (done, 0.0), seconds
 
 
-def reference_arms(task: Task) -> dict:
-    """The arms of --vs-transformers. The assisted one is left out, and said so, where `generate` cannot run it: for
-    k=0, and for padded tables once an id is met that only one of them has."""
+def reference_arms(task: Task) -> tuple[dict, list[int] | None]:
+    """The arms of --vs-transformers, and the round lengths of assisted generation from an untimed run.
+
+    The assisted arm is left out, and said so, where `generate` cannot run it: for k=0, and for padded tables once an id
+    is met that only one of them has.
+    """
     arms = {"generate": lambda: run_generate(task, assisted=False)}
     if task.k == 0:
-        return arms
+        return arms, None
     try:
-        run_generate(task, assisted=True)
+        (counted, _), _ = run_generate(task, assisted=True, streamer=RoundLengths())
     except (IndexError, ValueError) as error:
         say(f"assisted generation is left out: transformers cannot run it on this pair ({first_line(error)})")
-        return arms
-    return {**arms, "assisted": lambda: run_generate(task, assisted=True)}
+        return arms, None
+    return {**arms, "assisted": lambda: run_generate(task, assisted=True)}, counted.emitted

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from spec_common import HERE, UserError, device_name, dtype_name, reachable, say
+from spec_common import HERE, UserError, device_name, dtype_name, replaceable, say
 
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
@@ -131,7 +131,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, experiment: str, config: dict, where: dict, resume: str | None):
-        self.path = reachable(path, "--results")
+        self.path = replaceable(path)
         self.document = {
             "schema_version": SCHEMA_VERSION,
             "experiment": experiment,
@@ -143,10 +143,6 @@ class ResultFile:
             "rows": [],
             "summary": {},
         }
-        if self.path.exists() and not self.path.is_file():
-            raise UserError(
-                f"--results {path}: a folder or a device, not a file that can be replaced; name a file such as results/mine.json"
-            )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=0)

@@ -344,6 +344,13 @@ def test_the_bench_sweeps_k_and_workloads_and_predicts_before_it_measures(pair, 
     assert "guessing further ahead" in said and "the text alone" in said and "the same code against itself" in said
 
 
+def test_the_best_k_is_the_fastest_not_the_most_accepted():
+    """Acceptance falls with k by arithmetic alone; a cell that failed has no speedup to rank."""
+    rows = [{"k": k, "speedup": speedup, "acceptance_rate": rate} for k, speedup, rate in ((1, 1.1, 0.9), (4, 1.4, 0.6), (8, None, 0.95))]
+    assert spec_bench.best_of(rows)["k"] == 4
+    assert spec_bench.best_of(rows[2:]) is None
+
+
 def test_where_no_k_pays_the_bench_says_so(pair, target_folder, capsys):
     """A draft as big as its target cannot pay by much; one that is always wrong cannot pay at all."""
     wrong = Path(target_folder).parent / "wrong"
