@@ -7,7 +7,7 @@ import statistics
 import torch
 
 import cpu_linear
-from spec_common import interleave, is_out_of_memory, ratio_summary, timed
+from spec_common import UserError, interleave, is_out_of_memory, ratio_summary, timed
 from spec_pass import forward, new_cache, rollback
 
 DRAFT_PASSES = 4  # draft passes are timed so many in a row, as a round runs them
@@ -54,10 +54,13 @@ def timed_draft(model, ids: torch.Tensor, cache, context: int) -> tuple[None, fl
     return None, statistics.median(seconds)
 
 
-def pass_seconds(target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int) -> tuple[dict, dict]:
+def pass_seconds(
+    target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int, plain=None
+) -> tuple[dict, dict]:
     """Raw seconds of passes in turns: {n: [...], "draft": [...]}, and {n: error} of sizes that ran out of memory.
 
-    `ids` is (1, context + the largest size or more).
+    `ids` is (1, context + the largest size or more). `plain` is another copy of the target to time in the same turns,
+    as {("plain", n): [...]}. Raises UserError where memory does not do for one token.
     """
     caches = {"target": warm_cache(target, ids, context)}
     arms, failed = {}, {}
@@ -70,6 +73,11 @@ def pass_seconds(target, draft, ids: torch.Tensor, context: int, sizes: list[int
                 raise
             caches["target"] = warm_cache(target, ids, context)
             failed[n] = "out of memory"
+    if 1 in failed:
+        raise UserError("--model: out of memory in a pass over one token; choose a smaller model or context")
+    if plain is not None:
+        caches["plain"] = warm_cache(plain, ids, context)
+        arms.update({("plain", n): lambda n=n: timed_pass(plain, ids, caches["plain"], context, n) for n in sizes if n in arms})
     if draft is not None:
         caches["draft"] = warm_cache(draft, ids, context)
         arms["draft"] = lambda: timed_draft(draft, ids, caches["draft"], context)
@@ -95,7 +103,7 @@ def linear_seconds(model, n: int, tries: int) -> list[float]:
 def costs_of(seconds: dict) -> dict:
     """V(n) and c as medians of ratios paired by repeat, with intervals, from what `pass_seconds` gave (with n=1)."""
     one = seconds[1]
-    v = {n: ratio_summary(values, one) for n, values in seconds.items() if n != "draft"}
+    v = {n: ratio_summary(values, one) for n, values in seconds.items() if isinstance(n, int)}
     c = ratio_summary(seconds["draft"], one) if "draft" in seconds else None
     return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "v_intervals": v, "c_interval": c,
             "target_pass_s": statistics.median(one)}  # fmt: skip

@@ -16,7 +16,20 @@ import torch
 
 import cpu_linear
 from spec_checks import Loaded, check_blocks, check_room
-from spec_common import at_least, command, dtype_name, fixed, fraction, make_parser, markdown_table, say, set_up, whole_list
+from spec_common import (
+    UserError,
+    at_least,
+    command,
+    dtype_name,
+    fixed,
+    fraction,
+    make_parser,
+    markdown_table,
+    ratio_summary,
+    say,
+    set_up,
+    whole_list,
+)
 from spec_costs import DRAFT_PASSES, costs_of, device_limits, floor_s, implied, linear_seconds, pass_seconds, random_ids
 from spec_essay import FIGURES, essay_cost
 from spec_models import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_draft, load_random
@@ -36,6 +49,10 @@ def make_rows(seconds: dict, failed: dict, costs: dict, limit: dict, sizes: list
             interval = costs["v_intervals"][n]
             row.update(v=interval["median"], v_low=interval["low"], v_high=interval["high"],
                        pass_ms=1000 * statistics.median(seconds[n]), seconds=seconds[n])  # fmt: skip
+        if ("plain", n) in seconds:
+            share = ratio_summary(seconds[n], seconds["plain", n])
+            row.update(plain_ms=1000 * statistics.median(seconds["plain", n]), plain_seconds=seconds["plain", n],
+                       of_plain=share["median"], of_plain_low=share["low"], of_plain_high=share["high"])  # fmt: skip
         rows.append(row)
     return rows
 
@@ -50,9 +67,9 @@ def free_up_to(rows: list[dict]) -> int:
     return free
 
 
-def run(target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int) -> tuple[list[dict], dict]:
+def run(target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int, plain=None) -> tuple[list[dict], dict]:
     """Rows of the cost curve, and the summary: c, the device's limits and what they imply."""
-    seconds, failed = pass_seconds(target, draft, ids, context, sizes, repeats, warmup)
+    seconds, failed = pass_seconds(target, draft, ids, context, sizes, repeats, warmup, plain)
     costs, limits = costs_of(seconds), device_limits(target.device, target.dtype)
     limit = implied(target, limits)
     rows = make_rows(seconds, failed, costs, limit, sizes)
@@ -103,6 +120,11 @@ def cost_table(rows: list[dict], essay: bool) -> str:
         ("interval", "interval", str),
         ("linears_ms", "linear layers, ms", fixed(1)),
         ("floor_ms", "floor, ms", fixed(1)),
+        *(
+            [("plain_ms", "nn.Linear, ms", fixed(1)), ("of_plain", "of that", fixed(2, "x"))]
+            if any("of_plain" in row for row in rows)
+            else []
+        ),
         *([("essay", "the essay's V(n)", fixed(2, "x"))] if essay else []),
     ]
     shown = []
@@ -145,6 +167,7 @@ def parse_args(argv):
     parser.add_argument(
         "--random-weights", action="store_true", help="a model of that shape with random weights: nothing is downloaded but its config"
     )
+    parser.add_argument("--vs-plain", action="store_true", help="time the model with plain nn.Linear layers in the same turns (CPU)")
     parser.set_defaults(repeats=20, warmup=3)  # a pass is short: more turns, a steadier median
     return parser.parse_args(argv)
 
@@ -154,6 +177,11 @@ def main(argv=None) -> int:
     args = parse_args(argv)
     device, dtype = set_up(args)
     args.tokens = sorted({1, *args.tokens})  # every cost is told against one token
+    plain = None
+    if args.vs_plain:
+        if device.type != "cpu" or args.random_weights:
+            raise UserError("--vs-plain: compares linear layers on a CPU with real weights; leave it out")
+        plain = load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code).model
     model, draft = load_models(args, device, dtype)
     models = [one.model for one in (model, draft) if one]
     print(
@@ -163,7 +191,7 @@ def main(argv=None) -> int:
     with ResultFile(args.results, "spec_precondition", config, environment(device, dtype, model.model), None) as file:
         say(f"{args.repeats} turns of passes over {', '.join(map(str, args.tokens))} tokens ...")
         ids = random_ids(models, args.context + max(*args.tokens, DRAFT_PASSES))
-        rows, summary = run(model.model, draft and draft.model, ids, args.context, args.tokens, args.repeats, args.warmup)
+        rows, summary = run(model.model, draft and draft.model, ids, args.context, args.tokens, args.repeats, args.warmup, plain)
         summary["advice"] = advise(rows, FIGURES["drafts"][0]["cost_coefficient"] if draft is None else summary["c"], args.acceptance)
         for row in rows:
             file.add(row)
