@@ -132,12 +132,16 @@ def unpack_draft(path, target, tokenizer, out_folder, dtype=torch.float32):
     return out
 
 
-@command
-def main(argv=None) -> int:
+def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
     parser.add_argument("draft", help="a draft of drafts/, by its name")
     parser.add_argument("folder", type=pathlib.Path, help="the folder to make")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv=None) -> int:
+    args = parse_args(argv)
     path = HERE / "drafts" / f"{args.draft}.safetensors"
     if not path.exists():
         shipped = ", ".join(sorted(file.stem for file in (HERE / "drafts").glob("*.safetensors"))) or "none"

@@ -53,7 +53,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             print(f"FAILED: {error}")
             return 1
         except KeyboardInterrupt:
-            print("\ninterrupted: what was measured is in the result file; --resume goes on from there", file=sys.stderr)
+            print("\ninterrupted; call it again (sweeps go on where they were with --resume)", file=sys.stderr)
             return 130
         except OSError as error:
             if isinstance(error, BrokenPipeError):  # the reader of our table left (`| head`): nothing to say, nobody to say it to

@@ -223,4 +223,5 @@ class ResultFile:
         if kind is not None:
             self.document["status"] = "interrupted" if kind is KeyboardInterrupt else "failed"
             self.write()
+            say(f"\nwhat was measured, {len(self.rows)} rows, is in {self.path.name}")
         self.lock.release()
