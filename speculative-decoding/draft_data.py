@@ -5,7 +5,6 @@ the draft shares, it gives the teacher's logit of any id), the teacher's 16 best
 Half-precision matrices, a float32 residual stream and grouped queries over one preallocated cache: about 2x `generate` on a CPU.
 """
 
-import argparse
 import os
 import pathlib
 import random
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_prompts import KINDS, training_prompts
+from spec_common import Help, Parser
 
 TOP = 16  # ids kept a position: enough for the union of candidates that the loss looks at
 NEW_TOKENS = 128  # tokens a row: the length that benchmarks decode
@@ -216,7 +216,7 @@ class Shards:
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=Help)
     parser.add_argument("--target", required=True, help="folder of the target")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the shards; those that are there are kept")
     parser.add_argument("--shards", type=int, default=20, help="shards wanted in the folder")

@@ -8,7 +8,6 @@ targets over the candidates that occur in the batch, the teacher's own choice as
     python train_draft.py --target FOLDER --data data --out draft --layers 0,1,23
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from draft_data import Shards
 from draft_files import build_draft, save_draft
 from draft_prompts import KINDS, held_out_prompts
+from spec_common import Help, Parser
 
 CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
 HELD_OUT_TOKENS = 96  # greedy tokens a held-out prompt
@@ -211,7 +211,7 @@ def train(args, draft, optimizer, shards, rows, progress):
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=Help)
     parser.add_argument("--target", required=True, help="folder of the target, a Llama with a tied head")
     parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the checkpoint, the log and the draft")
