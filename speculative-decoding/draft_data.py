@@ -3,6 +3,8 @@
 A shard is one safetensors file: flat `ids`, the final normed hidden state of each position (float16; with the target's head, which
 the draft shares, it gives the teacher's logit of any id), the teacher's 16 best ids, row `lengths`, `prompt_lengths`, `kinds`.
 Half-precision matrices, a float32 residual stream and grouped queries over one preallocated cache: about 2x `generate` on a CPU.
+
+    python draft_data.py --target FOLDER --out data --shards 20
 """
 
 import os
