@@ -9,7 +9,7 @@ DRAFT ?= $(or $(SHIPPED),cut:0$(COMMA)1$(COMMA)29)
 SCRIPTS := speculative-decoding
 PY := .venv/bin/python
 ifdef QUICK
-SIZES := --ks 1,2,3,4,5,8 --n-tokens 32 --repeats 2
+SIZES := --ks 1,2,3,5,8 --n-tokens 32
 COST_SIZES := --tokens 1,2,4,8 --repeats 10
 endif
 RESUME := $(if $(FRESH),,--resume auto)

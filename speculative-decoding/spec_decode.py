@@ -14,7 +14,20 @@ from __future__ import annotations
 import statistics
 import sys
 
-from spec_common import ClaimFailed, at_least, command, dtype_name, fixed, make_parser, markdown_table, percent, ratio_summary, say, set_up
+from spec_common import (
+    FEWEST_PAIRS,
+    ClaimFailed,
+    at_least,
+    command,
+    dtype_name,
+    fixed,
+    make_parser,
+    markdown_table,
+    percent,
+    ratio_summary,
+    say,
+    set_up,
+)
 from spec_compare import cell
 from spec_essay import essay_decode, is_essay_pair
 from spec_models import PAIRS, load_pair
@@ -22,7 +35,6 @@ from spec_options import add_prompt_options, add_task_options, check_prompts, ch
 from spec_reference import overridden, reference_arms
 from spec_results import ResultFile, environment, settings
 
-FEWEST_PAIRS = 3  # below it an interval of paired ratios says nothing
 ACCEPTED, CORRECTED, DISCARDED, PLAIN = "\033[32m", "\033[33m", "\033[2;9m", "\033[0m"
 
 
@@ -68,12 +80,12 @@ def against_transformers(row: dict) -> str | None:
         if f"{arm}_end_to_end_s" in row:
             ratio = ratio_summary(row[f"{arm}_end_to_end_s"], row[f"{ours}_end_to_end_s"])
             theirs, mine = (statistics.median(row[f"{name}_end_to_end_s"]) for name in (arm, ours))
-            rows.append({"arm": f"{arm} / our {ours}", "theirs": theirs, "mine": mine, "ratio": ratio["median"], "interval": ratio})
+            rows.append({"arm": f"{arm}, our {ours}", "theirs": theirs, "mine": mine, "ratio": ratio["median"], "interval": ratio})
     columns = [
-        ("arm", "transformers / ours", str),
+        ("arm", "arm", str),
         ("theirs", "theirs, s", fixed(3)),
         ("mine", "ours, s", fixed(3)),
-        ("ratio", "ours is faster by", fixed(2, "x")),
+        ("ratio", "theirs / ours", fixed(2, "x")),
         ("interval", "interval", lambda i: f"{i['low']:.2f} to {i['high']:.2f}"),
     ]
     return markdown_table(rows, columns) if rows else None

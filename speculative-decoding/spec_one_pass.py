@@ -83,11 +83,11 @@ def same(value: bool) -> str:
 COLUMNS_ONE_PASS = [("prefix", "after", repr), ("prediction", "the model writes", repr)]
 COLUMNS_TRUNCATED = [
     ("position", "pos", str), ("prediction", "all of it", repr), ("truncated_prediction", "the first part alone", repr),
-    ("truncated_same", "", same), ("truncated_difference", "largest difference", "{:.4f}".format),
+    ("truncated_same", "agree", same), ("truncated_difference", "largest difference, logits", "{:.6f}".format),
 ]  # fmt: skip
 COLUMNS_ALONE = [
     ("position", "pos", str), ("prediction", "one pass", repr), ("alone_prediction", "prefix run alone", repr),
-    ("alone_same", "", same), ("alone_difference", "largest difference", "{:.4f}".format),
+    ("alone_same", "agree", same), ("alone_difference", "largest difference, logits", "{:.6f}".format),
 ]  # fmt: skip
 
 

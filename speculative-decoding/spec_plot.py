@@ -3,7 +3,8 @@
 Claim: every point in a chart is a row of a result file; nothing is smoothed, and a file that is not there is skipped by
 name.
 
-    python spec_plot.py                      # from results/, beside it
+    python spec_plot.py                      # from results/local, beside them
+    python spec_plot.py --results results    # the committed ones
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def plot_workloads(document: dict, theme: dict):
     if not rows:
         return None
     names, ks = list(dict.fromkeys(row["workload"] for row in rows)), list(dict.fromkeys(row["k"] for row in rows))
-    figure, ax = axes(theme, "The text alone moves the result", caption(document), "", "speedup")
+    figure, ax = axes(theme, "Speedup by what is written", caption(document), "", "speedup")
     ax.axhline(1, color=theme["d"], linewidth=1, linestyle=":")
     width = 0.8 / len(ks)
     for i, k in enumerate(ks):
@@ -171,7 +172,7 @@ def plot_workloads(document: dict, theme: dict):
             text = "alpha\n-" if row["alpha"] is None else f"alpha\n{row['alpha']:.2f}"
             ax.annotate(text, (place, 0), (0, 4), textcoords="offset points", color=theme["paper"], fontsize=8, ha="center")
     ax.set_xticks(range(len(names)), names)
-    legend(ax, theme)
+    figure.legend(frameon=False, labelcolor=theme["ink"], fontsize=9, loc="outside upper center", ncols=2)
     return figure
 
 
@@ -205,7 +206,7 @@ CHARTS = {
 @command
 def main(argv=None) -> int:
     parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder of the result files")
+    parser.add_argument("--results", type=Path, default=HERE / "results" / "local", help="the folder of the result files")
     parser.add_argument("--out", type=Path, help="where the charts go; the same folder if left out")
     args = parser.parse_args(argv)
     if not reachable(args.results, "--results").is_dir():
@@ -219,7 +220,7 @@ def main(argv=None) -> int:
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise UserError(f"--results: {experiment}.json in it has rows that no chart can show ({error!r}); measure again") from error
             if figure is None:
-                say(f"{name}: skipped, {experiment}.json has no rows for it")
+                say(f"{name}: skipped, {experiment}.json " + ("has no rows for it" if document else "is not there"))
                 break
             out.mkdir(parents=True, exist_ok=True)
             figure.savefig(out / f"{name}_{theme}.png", dpi=120)

@@ -172,6 +172,7 @@ class ResultFile:
         if resume and not differs:
             self.document["rows"] = [row for row in old["rows"] if not row.get("error")]
             self.document["created_at"] = old["created_at"]
+            say(f"going on with {self.path.name} of {old['created_at']}: its {len(self.rows)} rows are kept, costs included")
             return
         if resume == "strict":
             raise UserError(f"--resume: {self.path.name} was made with other settings ({differs}); leave --resume out to start afresh")

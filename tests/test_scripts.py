@@ -214,7 +214,7 @@ def test_a_self_draft_run_checks_that_everything_was_accepted(loop, pair, result
     (row,) = finished(results, "spec_decode")["rows"]
     assert (row["acceptance_rate"] == 1.0 or loop == "essay") and row["target_passes"] == 2
     assert len(row["generate_s"]) == len(row["assisted_s"]) == 1
-    assert "transformers / ours" in capsys.readouterr().out
+    assert "theirs / ours" in capsys.readouterr().out
 
 
 def test_a_self_draft_that_is_not_always_accepted_fails_the_run(pair, monkeypatch, capsys):
@@ -356,7 +356,7 @@ def test_where_no_k_pays_the_bench_says_so(pair, target_folder, capsys):
     wrong = Path(target_folder).parent / "wrong"
     if not wrong.exists():
         tiny.save(tiny.always_wrong(tiny.llama()), wrong)
-    assert bench([*pair, "--draft", str(wrong)], "--n-tokens", "12") == 0
+    assert bench([*pair, "--draft", str(wrong)], "--n-tokens", "12", "--repeats", "3") == 0
     said = capsys.readouterr().out
     assert "do not speculate on open prose with this pair" in said
 
