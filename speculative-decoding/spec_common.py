@@ -212,7 +212,7 @@ def markdown_table(rows: Sequence[dict], columns: Sequence[tuple[str, str, Calla
     """A Markdown table, padded so that it reads in a terminal too, columns of numbers to the right. `columns` holds (key, heading, format)."""
     cells = [[heading for _, heading, _ in columns]]
     cells += [["-" if row.get(key) is None else form(row[key]) for key, _, form in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]  # Markdown's rule needs three
     right = [
         all(text == "-" or text[:1].isdigit() for text in column[1:]) and any(text != "-" for text in column[1:])
         for column in zip(*cells, strict=True)

@@ -185,4 +185,4 @@ def test_one_token_has_no_gaps():
 
 def test_a_table_shows_a_missing_value_as_a_dash():
     table = markdown_table([{"a": 1.0, "b": None}], [("a", "A", spec_common.fixed(1, "x")), ("b", "B", str)])
-    assert table.splitlines() == ["|    A | B |", "| ---: | - |", "| 1.0x | - |"]
+    assert table.splitlines() == ["|    A | B   |", "| ---: | --- |", "| 1.0x | -   |"]
