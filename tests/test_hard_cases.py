@@ -28,9 +28,11 @@ def refused(main, argv, capfd) -> str:
     return lines[-1]
 
 
-def test_a_device_in_the_place_of_the_file_is_refused_and_stays(pair, capfd):
-    assert "--results" in refused(spec_decode.main, [*pair[:-1], os.devnull], capfd)
-    assert not os.path.isfile(os.devnull)
+def test_what_is_no_plain_file_is_never_replaced(pair, tmp_path, capfd):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "--results" in refused(spec_decode.main, [*pair[:-1], pipe], capfd)
+    assert pipe.is_fifo()
 
 
 def test_two_drafts_in_folders_of_one_name_are_both_measured(target_folder, tmp_path, results):
