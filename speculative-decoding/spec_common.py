@@ -1,4 +1,4 @@
-"""What every script shares: the device, the clock, fair measuring, plain statistics, tables and one-line errors.
+"""What every script shares: the device, the clock, fair measuring, plain statistics, options and one-line errors.
 
 The only file that reads a clock. Two rules from the essay live here: synchronise before stopping it (an accelerator
 queues work, so an unsynchronised timer measures how fast Python queued it), and warm up what is measured.
@@ -205,34 +205,7 @@ def ratio_summary(numerator: Sequence[float], denominator: Sequence[float]) -> d
     return {"median": statistics.median(ratios), "low": low, "high": high, "n": len(ratios)}
 
 
-# -------------------------------------------------------------------------------------------------- tables and progress
-
-
-def markdown_table(rows: Sequence[dict], columns: Sequence[tuple[str, str, Callable[[object], str]]]) -> str:
-    """A Markdown table, padded so that it reads in a terminal too, columns of numbers to the right. `columns` holds (key, heading, format)."""
-    cells = [[heading for _, heading, _ in columns]]
-    cells += [["-" if row.get(key) is None else form(row[key]) for key, _, form in columns] for row in rows]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]  # Markdown's rule needs three
-    right = [
-        all(text == "-" or text[:1].isdigit() for text in column[1:]) and any(text != "-" for text in column[1:])
-        for column in zip(*cells, strict=True)
-    ]
-    lines = []
-    for line in cells:
-        padded = (text.rjust(width) if flush else text.ljust(width) for text, width, flush in zip(line, widths, right, strict=True))
-        lines.append("| " + " | ".join(padded) + " |")
-    lines.insert(
-        1, "| " + " | ".join("-" * (width - 1) + (":" if flush else "-") for width, flush in zip(widths, right, strict=True)) + " |"
-    )
-    return "\n".join(lines)
-
-
-def fixed(digits: int, unit: str = "") -> Callable[[object], str]:
-    return lambda value: f"{value:.{digits}f}{unit}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
+# -------------------------------------------------------------------------------------------------- files and progress
 
 
 def reachable(path: Path, flag: str) -> Path:
@@ -256,14 +229,6 @@ def replaceable(path: Path) -> Path:
 def say(text: str) -> None:
     """Progress and remarks go to stderr, so that stdout holds the tables alone."""
     print(text, file=sys.stderr, flush=True)
-
-
-def progress(steps: Sequence, title: str):
-    """Iterate with a bar and the time left, on stderr."""
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(steps, description=title, console=Console(stderr=True))
 
 
 # ------------------------------------------------------------------------------------------------------------- options

@@ -14,26 +14,14 @@ from __future__ import annotations
 import statistics
 import sys
 
-from spec_common import (
-    FEWEST_PAIRS,
-    ClaimFailed,
-    at_least,
-    command,
-    dtype_name,
-    fixed,
-    make_parser,
-    markdown_table,
-    percent,
-    ratio_summary,
-    say,
-    set_up,
-)
+from spec_common import FEWEST_PAIRS, ClaimFailed, at_least, command, dtype_name, make_parser, ratio_summary, say, set_up
 from spec_compare import cell
 from spec_essay import essay_decode, is_essay_pair
 from spec_models import PAIRS, load_pair
 from spec_options import add_prompt_options, add_task_options, check_prompts, chosen_prompts, fill_pair, make_task
 from spec_reference import overridden, reference_arms
 from spec_results import ResultFile, environment, settings
+from spec_tables import fixed, markdown_table, percent
 
 ACCEPTED, CORRECTED, DISCARDED, PLAIN = "\033[32m", "\033[33m", "\033[2;9m", "\033[0m"
 

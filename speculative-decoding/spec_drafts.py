@@ -12,25 +12,14 @@ from __future__ import annotations
 import statistics
 
 import cpu_linear
-from spec_common import (
-    UserError,
-    at_least,
-    command,
-    dtype_name,
-    fixed,
-    make_parser,
-    markdown_table,
-    percent,
-    progress,
-    ratio_summary,
-    set_up,
-)
+from spec_common import UserError, at_least, command, dtype_name, make_parser, ratio_summary, set_up
 from spec_compare import cell
 from spec_costs import measured_costs
 from spec_essay import essay_draft
 from spec_models import EMBEDDED, EMBEDDED_DRAFTS, load_pair
 from spec_options import add_decoding_options, make_task, workload_prompt
 from spec_results import ResultFile, environment, settings
+from spec_tables import fixed, markdown_table, percent, progress
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from spec_common import HERE, fixed, percent
+from spec_common import HERE
+from spec_tables import fixed, percent
 
 FIGURES = json.loads((HERE / "essay_figures.json").read_text(encoding="utf-8"))
 

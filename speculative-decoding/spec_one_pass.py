@@ -15,9 +15,10 @@ import torch
 
 import cpu_linear
 from spec_checks import check_room, prompt_ids
-from spec_common import UserError, at_least, command, dtype_name, make_parser, markdown_table, set_up
+from spec_common import UserError, at_least, command, dtype_name, make_parser, set_up
 from spec_models import EMBEDDED, linear_kind, load
 from spec_results import ResultFile, environment, settings
+from spec_tables import markdown_table
 
 ESSAY_TEXT = "The capital of France is Paris and it"
 ESSAY_CUT = 5

@@ -16,24 +16,12 @@ import torch
 
 import cpu_linear
 from spec_checks import Loaded, check_blocks, check_room
-from spec_common import (
-    UserError,
-    at_least,
-    command,
-    dtype_name,
-    fixed,
-    fraction,
-    make_parser,
-    markdown_table,
-    ratio_summary,
-    say,
-    set_up,
-    whole_list,
-)
+from spec_common import UserError, at_least, command, dtype_name, fraction, make_parser, ratio_summary, say, set_up, whole_list
 from spec_costs import DRAFT_PASSES, costs_of, device_limits, floor_s, implied, linear_seconds, pass_seconds, random_ids
 from spec_essay import FIGURES, essay_cost
 from spec_models import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_draft, load_random
 from spec_results import ResultFile, environment, settings
+from spec_tables import fixed, markdown_table
 from spec_theory import best_k, ceiling, interpolated
 
 TOKENS = (1, 2, 4, 8, 12, 16)

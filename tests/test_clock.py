@@ -10,20 +10,11 @@ import pytest
 import torch
 
 import spec_common
+import spec_tables
 import tiny
-from spec_common import (
-    HERE,
-    UserError,
-    Watch,
-    interleave,
-    markdown_table,
-    median_interval,
-    paired_ratios,
-    ratio_summary,
-    synchronize,
-    timed,
-)
+from spec_common import HERE, UserError, Watch, interleave, median_interval, paired_ratios, ratio_summary, synchronize, timed
 from spec_compare import arrivals, compare, run_baseline, run_speculative, speed, watched
+from spec_tables import markdown_table
 
 CPU = torch.device("cpu")
 
@@ -184,5 +175,5 @@ def test_one_token_has_no_gaps():
 
 
 def test_a_table_shows_a_missing_value_as_a_dash():
-    table = markdown_table([{"a": 1.0, "b": None}], [("a", "A", spec_common.fixed(1, "x")), ("b", "B", str)])
+    table = markdown_table([{"a": 1.0, "b": None}], [("a", "A", spec_tables.fixed(1, "x")), ("b", "B", str)])
     assert table.splitlines() == ["|    A | B   |", "| ---: | --- |", "| 1.0x | -   |"]
