@@ -14,6 +14,7 @@ import pathlib
 import shutil
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -148,6 +149,7 @@ def main(argv=None) -> int:
         raise UserError(f"{args.draft}: no such draft; the repository ships {shipped}")
     if args.folder.exists():
         raise UserError(f"{args.folder}: already there; name a new folder")
+    transformers.logging.disable_progress_bar()
     target = ensure_target()
     print(f"{args.draft} is in {unpack_draft(path, target, target, args.folder)}")
     return 0
