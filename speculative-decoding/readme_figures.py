@@ -63,7 +63,14 @@ def not_pay(bench: dict, drafts: dict) -> str:
         for row in drafts["summary"]["drafts"]
         if row["speedup"] < 1
     ]
-    return "\n".join(f"- {line}" for line in dict.fromkeys(slow)) or "Every cell measured here was faster than the target alone."
+    if not slow:
+        return "Every cell measured here was faster than the target alone."
+    summary, costs = bench["summary"], next(row for row in bench["rows"] if row.get("part") == "costs")
+    why = (
+        f"On {bench['config']['workload']} alpha is about {summary['alpha_median']:.2f}, so no k writes more than {summary['ceiling_tokens_per_pass']:.1f} tokens a pass, "
+        f"while every further guess costs another {costs['c']:.2f} of one and makes checking dearer. Slower than the target alone were:"
+    )
+    return "\n".join([why, "", *(f"- {line}" for line in dict.fromkeys(slow))])
 
 
 def figures() -> dict[str, str]:
