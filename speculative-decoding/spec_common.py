@@ -205,7 +205,7 @@ def ratio_summary(numerator: Sequence[float], denominator: Sequence[float]) -> d
     return {"median": statistics.median(ratios), "low": low, "high": high, "n": len(ratios)}
 
 
-# -------------------------------------------------------------------------------------------------- files and progress
+# -------------------------------------------------------------------------------------------------- places and remarks
 
 
 def reachable(path: Path, flag: str) -> Path:

@@ -280,15 +280,13 @@ def load_pair(args, device: torch.device, dtype: torch.dtype, drafts: list[str])
     kind = linear_kind(args, device, dtype)
     target = load(args.target, "--target", device, dtype, args.revision, args.trust_remote_code)
     revision = getattr(args, "draft_revision", None)
-    names: dict[str, str] = {}
     loaded = [
         load_draft(target, name, device, dtype, revision, args.trust_remote_code, same=(name, revision) == (args.target, args.revision))
         for name in drafts
     ]
-    for given, draft in zip(drafts, loaded, strict=True):  # rows are found by the name, so two folders of one name need two
-        if draft.name in names:
-            draft.name = f"{draft.name} ({len(names) + 1})"
-        names[draft.name] = given
+    for place, draft in enumerate(loaded):  # rows are found by the name, so two folders of one name need two
+        if any(draft.name == other.name for other in loaded[:place]):
+            draft.name = f"{draft.name} ({place + 1})"
     cpu_linear.pack([target.model, *(draft.model for draft in loaded)], kind)
     for one in [target, *loaded]:
         check_blocks(one)
