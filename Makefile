@@ -1,11 +1,9 @@
 # Two commands: `make bench` measures and prints the tables, `make test` runs every test. Both make .venv first, and both
 # may be called again after an interruption. QUICK=1 is a shorter bench; FRESH=1 measures again what is already there;
 # DRAFT= another draft, PYTHON= another interpreter, RESULTS= another folder.
-COMMA := ,
 PYTHON ?= python3
 RESULTS ?= speculative-decoding/results/local
-SHIPPED := $(notdir $(basename $(firstword $(wildcard speculative-decoding/drafts/*.safetensors))))
-DRAFT ?= $(or $(SHIPPED),cut:0$(COMMA)1$(COMMA)29)
+DRAFT ?= draft-s
 SCRIPTS := speculative-decoding
 PY := .venv/bin/python
 ifdef QUICK

@@ -63,6 +63,12 @@ def same_target(stored, model):
     return all(abs(a - b) <= 2e-4 + 0.01 * abs(a) for a, b in zip(stored, mine, strict=True))
 
 
+def belongs_to(path, model) -> bool:
+    """Whether the draft file was trained for `model`."""
+    with safe_open(path, "pt") as file:
+        return same_target(json.loads(file.metadata()["target"]), model)
+
+
 def save_draft(path, model, target, layers, card):
     """Write the trained tensors of `model`, cut from `target` at `layers`, with what unpacking needs in the metadata."""
     tensors = {}

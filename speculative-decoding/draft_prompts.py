@@ -11,9 +11,88 @@ import sysconfig
 
 LIBRARY_SHARE = 0.4  # of the code prompts: real code keeps the templates honest
 CHAT_SHARE = 0.08  # of list and JSON prompts that come as an instruction
-SHORTEST, LONGEST = 4, 96  # ids a prompt
+OPENING_SHARE = 0.4  # of the prompts of a kind that has openings: a word or two, from which the target samples its own way into a text
+SHORTEST, LONGEST = 4, 96  # ids a prompt; a shorter one is an opening
 
 KINDS = ("code", "list", "json", "repeat", "prose", "chat")
+OPENINGS = {
+    "code": [
+        "def",
+        "class",
+        "import",
+        "from",
+        "    def",
+        "#",
+        "if",
+        "for",
+        "@",
+        "try:",
+        "const",
+        "function",
+        "#include <",
+        "public static",
+        "async def",
+        "let",
+        "var",
+        "package",
+        "SELECT",
+        "while",
+        "return",
+        "$",
+        "<div",
+    ],
+    "prose": [
+        "The",
+        "A",
+        "In",
+        "When",
+        "It",
+        "She",
+        "He",
+        "I",
+        "My",
+        "There",
+        "After",
+        "If",
+        "On",
+        "One",
+        "We",
+        "They",
+        "As",
+        "Many",
+        "Every",
+        "What",
+        "How",
+        "Why",
+        "For",
+        "At",
+        "By",
+        "Once",
+        "Some",
+        "Most",
+        "While",
+        "Our",
+        "You",
+        "This",
+    ],
+    "list": [
+        "1.",
+        "-",
+        "*",
+        "Top",
+        "List",
+        "# ",
+        "Here are",
+        "The most",
+        "Some of",
+        "Types of",
+        "Names of",
+        "How to",
+        "A list of",
+        "Steps",
+    ],
+    "json": ['{"', '[{"', "{", "[", "<", "name,", "id,", "- ", "---", "<?xml"],
+}
 
 PLACES = """a mountain village|an old railway station|a desert caravan|a night market|a flooded valley|a quiet library|the space station|a bakery at dawn
 a hospital corridor|the school playground|an abandoned factory|a vineyard in autumn|the royal palace|a crowded airport|a fishing boat on a lake|the edge of a forest
@@ -467,6 +546,9 @@ def training_texts(kind, seed):
     """Endless (text, is_instruction) of a kind; part of the code is slices of the standard library."""
     rng, files = random.Random(f"{kind}-{seed}"), library_files() if kind == "code" else []
     while True:
+        if kind in OPENINGS and rng.random() < OPENING_SHARE:
+            yield rng.choice(OPENINGS[kind]), False
+            continue
         if kind == "code" and rng.random() < LIBRARY_SHARE:
             text = library_slice(rng, files, rng.randint(80, 240))
         else:
@@ -483,12 +565,8 @@ def as_ids(tokenizer, text, instruction):
 
 def training_prompts(tokenizer, kind, count, seed):
     """Token-id lists for `count` prompts of a kind, the same for the same seed."""
-    texts, out = training_texts(kind, seed), []
-    while len(out) < count:
-        ids = as_ids(tokenizer, *next(texts))[:LONGEST]
-        if len(ids) >= SHORTEST:
-            out.append(ids)
-    return out
+    texts = training_texts(kind, seed)
+    return [as_ids(tokenizer, *next(texts))[:LONGEST] for _ in range(count)]
 
 
 def held_out_prompts(tokenizer):

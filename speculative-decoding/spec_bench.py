@@ -16,8 +16,8 @@ from spec_common import FEWEST_PAIRS, command, dtype_name, make_parser, ratio_su
 from spec_compare import cell
 from spec_costs import measured_costs
 from spec_essay import essay_sweep, essay_workload, is_essay_pair
-from spec_models import load_pair
 from spec_options import add_task_options, check_prompts, fill_pair, make_task, workload_prompt
+from spec_pairs import load_pair
 from spec_results import ResultFile, environment, settings
 from spec_tables import fixed, markdown_table, percent, progress
 from spec_theory import ceiling

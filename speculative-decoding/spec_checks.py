@@ -16,13 +16,17 @@ BLOCK_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.25, torch.bfloat16: 0.2
 
 @dataclass
 class Loaded:
-    """A model ready to run, its tokenizer (None for random weights), and what the result file says of them."""
+    """A model ready to run, its tokenizer (None for random weights), and what the result file says of them.
+
+    `plain`: a draft as transformers itself runs it, where `model` is another form of it.
+    """
 
     model: torch.nn.Module
     tokenizer: object
     name: str
     flag: str
     about: dict = field(default_factory=dict)
+    plain: torch.nn.Module | None = None
 
 
 def context_limit(model) -> int | None:
@@ -67,8 +71,8 @@ def check_blocks(loaded: Loaded) -> None:
     ids = torch.arange(3, 13, device=model.device).remainder(rows)[None]
     try:
         with torch.inference_mode():
-            whole = forward(model, ids, new_cache(), 4).float()
-            cache = new_cache()
+            whole = forward(model, ids, new_cache(model), 4).float()
+            cache = new_cache(model)
             forward(model, ids[:, :6], cache, 1)
             if cache.get_seq_length() != 6:
                 raise refusal

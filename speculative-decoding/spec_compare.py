@@ -21,7 +21,10 @@ ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
 
 @dataclass
 class Task:
-    """What is to be written: one prompt, how much of it, how. `prompt` is (1, n) on the models' device."""
+    """What is to be written: one prompt, how much of it, how. `prompt` is (1, n) on the models' device.
+
+    `plain_draft`: the draft as transformers itself runs it, where `draft` is another form of it.
+    """
 
     target: torch.nn.Module
     draft: torch.nn.Module
@@ -31,6 +34,7 @@ class Task:
     loop: str = "lean"
     ends: frozenset[int] = frozenset()
     limit: int | None = None
+    plain_draft: torch.nn.Module | None = None
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +98,7 @@ def last_logits(task: Task, tokens: list[int]) -> tuple[torch.Tensor, torch.Tens
     start = max(0, ids.shape[1] - 1 - task.k)
     rows = []
     for split in (ids.shape[1] - 1, start):
-        cache = new_cache()
+        cache = new_cache(task.target)
         if split:
             forward(task.target, ids[:, :split], cache, 1)
         rows.append(forward(task.target, ids, cache, 1)[0, -1].float())

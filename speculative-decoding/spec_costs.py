@@ -34,7 +34,7 @@ def within(context: int, sizes: list[int], limit: int | None) -> tuple[int, list
 
 
 def warm_cache(model, ids: torch.Tensor, context: int):
-    cache = new_cache()
+    cache = new_cache(model)
     forward(model, ids[:, :context], cache, 1)
     return cache
 

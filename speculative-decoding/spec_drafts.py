@@ -16,8 +16,9 @@ from spec_common import UserError, at_least, command, dtype_name, make_parser, r
 from spec_compare import cell
 from spec_costs import measured_costs
 from spec_essay import essay_draft
-from spec_models import EMBEDDED, EMBEDDED_DRAFTS, load_pair
+from spec_models import EMBEDDED
 from spec_options import add_decoding_options, make_task, workload_prompt
+from spec_pairs import EMBEDDED_DRAFTS, load_pair
 from spec_results import ResultFile, environment, settings
 from spec_tables import fixed, markdown_table, percent, progress
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
@@ -117,7 +118,7 @@ def parse_args(argv):
         "--drafts",
         nargs="+",
         metavar="DRAFT",
-        help=f"hub ids, folders, .gguf files or 'cut:0,1,29'; for the embedded target {' '.join(EMBEDDED_DRAFTS)}",
+        help=f"hub ids, folders, .gguf files or 'cut:0,1,23'; for the embedded target {' '.join(EMBEDDED_DRAFTS)}",
     )
     add_decoding_options(parser)
     parser.add_argument("--workload", default=DEFAULT_WORKLOAD, help=f"one of {', '.join(WORKLOADS)}, or all")
@@ -137,7 +138,8 @@ def main(argv=None) -> int:
         args.drafts = list(EMBEDDED_DRAFTS)
     if len(set(args.drafts)) < len(args.drafts):
         raise UserError("--drafts: the same draft twice; name each once")
-    target, drafts = load_pair(args, device, dtype, args.drafts)
+    heads = [0, args.draft_vocab] if args.draft_vocab else None  # a cut head is shown beside the whole one
+    target, drafts = load_pair(args, device, dtype, args.drafts, heads)
     for draft in drafts:
         for name in WORKLOADS if args.workload == "all" else [args.workload]:
             make_task(args, target, draft, WORKLOADS[name], args.k, device)

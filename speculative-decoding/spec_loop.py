@@ -41,12 +41,14 @@ class ModelDrafter:
     """
 
     def __init__(self, model, vocabulary: int, read_last: bool = False):
-        self.model, self.vocabulary, self.read_last = model, vocabulary, read_last
+        self.model, self.read_last = model, read_last
+        self.kept = getattr(model.get_output_embeddings(), "kept", None)  # a cut head's rows speak of these ids
+        self.vocabulary = vocabulary if self.kept is None else None
         self.rows = model.get_input_embeddings().weight.shape[0]
 
     def start(self, ids: torch.Tensor, length: int) -> None:
         """Read all but the last of `ids[:, :length]`."""
-        self.cache = new_cache()
+        self.cache = new_cache(self.model)
         self.blind = bool((ids[:, :length] >= self.rows).any())
         if length > 1 and not self.blind:
             forward(self.model, ids[:, : length - 1], self.cache, 1)
@@ -59,7 +61,8 @@ class ModelDrafter:
         for guess in range(length, length + k):
             logits = forward(self.model, ids[:, :guess], self.cache, 1)
             watch("draft")
-            ids[:, guess], top = top_tokens(logits[:, -1], self.vocabulary)
+            choice, top = top_tokens(logits[:, -1], self.vocabulary)
+            ids[:, guess] = choice if self.kept is None else self.kept[choice]
             tops.append(top)
             watch("pick")
         if self.read_last:
@@ -102,7 +105,7 @@ def prefill(target, prompt: torch.Tensor, room: int) -> State:
     """Read all but the last prompt token, with the same split for every arm. `prompt` is (1, n), n of 1 or more."""
     length = prompt.shape[1]
     ids = torch.cat([prompt, prompt.new_zeros(1, room)], dim=1)
-    cache = new_cache()
+    cache = new_cache(target)
     if length > 1:
         forward(target, ids[:, : length - 1], cache, 1)
     return State(ids, length, cache)

@@ -1,12 +1,7 @@
-"""Loading models and pairs.
-
-A model name is a hub id, a folder, a `.gguf` file, or `smollm2` (the embedded target); for drafts also a file of drafts/ by
-its name, or `cut:0,1,29` (those layers of the target, with its own embedding and head).
-"""
+"""Finding and loading one model: a hub id, a folder, a `.gguf` file, or `smollm2` (the embedded target)."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 import socket
@@ -18,22 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
 import cpu_linear
-from draft_files import build_draft
 from embedded_pair import MANIFEST, ensure_target, load_gguf, sha256
-from spec_checks import Loaded, check_blocks, check_same_tokenizer
-from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, reachable, say
+from spec_checks import Loaded
+from spec_common import HERE, UserError, first_line, is_out_of_memory, reachable, say
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 EMBEDDED = "smollm2"
-# The drafts that the repository ships for the embedded target, each one small file; and untrained layers of the target.
-SHIPPED_DRAFTS = {path.stem: path for path in sorted((HERE / "drafts").glob("*.safetensors"))}
-EMBEDDED_DRAFTS = (*SHIPPED_DRAFTS, "cut:0,1,29", "cut:0,10,20,29")
-PAIRS = {
-    "smollm2": (EMBEDDED, EMBEDDED_DRAFTS[0]),
-    "essay": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
-}
 # Shapes that `--random-weights` knows without a hub: the published configs of the essay's family.
 SHIPPED_CONFIGS = {path.parent.name: path.parent for path in (HERE / "configs").glob("*/config.json")}
 
@@ -213,85 +200,6 @@ def load(name: str, flag: str, device: torch.device, dtype: torch.dtype, revisio
     return Loaded(
         model.eval(), tokenizer, shown, flag, {"name": shown, **weights_about(where, config), "parameters": model.num_parameters()}
     )
-
-
-def cut_draft(target: Loaded, name: str) -> Loaded:
-    """A draft made of some of the target's own layers, e.g. `cut:0,1,29`; embedding, last norm and head are shared."""
-    match = re.fullmatch(r"cut:(\d+(?:,\d+)*)", name)
-    if not match:
-        raise UserError(f"--draft {name}: write cut: and layer numbers, e.g. cut:0,1,29")
-    wanted = [int(number) for number in match[1].split(",")]
-    config = copy.deepcopy(target.model.config)
-    if max(wanted) >= config.num_hidden_layers:
-        raise UserError(f"--draft {name}: the target has layers 0 to {config.num_hidden_layers - 1}")
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in wanted]
-    config.num_hidden_layers = len(wanted)
-    place = {layer: [new for new, old in enumerate(wanted) if old == layer] for layer in wanted}
-    state = {}
-    for key, value in target.model.state_dict().items():
-        layer = re.search(r"(?<=\.)\d+(?=\.)", key)
-        for new in place.get(int(layer[0]), []) if layer else [None]:
-            state[key if new is None else f"{key[: layer.start()]}{new}{key[layer.end() :]}"] = value
-    with no_init_weights(), torch.device(target.model.device):
-        draft = type(target.model)(config).to(target.model.dtype)
-    draft.load_state_dict(state, assign=True)
-    draft.tie_weights()
-    return own_draft(target, draft, name, {"cut_from": target.about})
-
-
-def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
-    """A draft that uses the target's own embedding and head: one of each in memory, the head packed once."""
-    draft.get_input_embeddings().weight = target.model.get_input_embeddings().weight
-    draft.set_output_embeddings(target.model.get_output_embeddings())
-    return Loaded(draft.eval(), target.tokenizer, name, "--draft", {"name": name, **about, "parameters": draft.num_parameters()})
-
-
-def shipped_draft(target: Loaded, name: str) -> Loaded:
-    """A draft that the repository ships, on the target that it was trained for. Raises UserError for another target."""
-    try:
-        draft = build_draft(SHIPPED_DRAFTS[name], target.model).to(target.model.device, target.model.dtype)
-    except ValueError as error:
-        raise UserError(f"--draft {name}: {first_line(error)}") from error
-    return own_draft(target, draft, name, {"sha256": sha256(SHIPPED_DRAFTS[name])})
-
-
-# -------------------------------------------------------------------------------------------------------------- pairs
-
-
-def load_draft(target: Loaded, name: str, device, dtype, revision: str | None, trust: bool, same: bool = False) -> Loaded:
-    """A draft for that target, by name; `same`: the target itself. Raises UserError where they share no tokenizer."""
-    if same:
-        return Loaded(target.model, target.tokenizer, target.name, "--draft", target.about)
-    if name.startswith("cut:"):
-        return cut_draft(target, name)
-    if name in SHIPPED_DRAFTS:
-        return shipped_draft(target, name)
-    draft = load(name, "--draft", device, dtype, revision, trust)
-    check_same_tokenizer(target, draft)
-    return draft
-
-
-def load_pair(args, device: torch.device, dtype: torch.dtype, drafts: list[str]) -> tuple[Loaded, list[Loaded]]:
-    """The target and its drafts, checked against each other, linear layers packed. Raises UserError.
-
-    A pair without a shared tokenizer is refused here, before any timing. `args` holds the shared options.
-    """
-    kind = linear_kind(args, device, dtype)
-    target = load(args.target, "--target", device, dtype, args.revision, args.trust_remote_code)
-    revision = getattr(args, "draft_revision", None)
-    loaded = [
-        load_draft(target, name, device, dtype, revision, args.trust_remote_code, same=(name, revision) == (args.target, args.revision))
-        for name in drafts
-    ]
-    for place, draft in enumerate(loaded):  # rows are found by the name, so two folders of one name need two
-        if any(draft.name == other.name for other in loaded[:place]):
-            draft.name = f"{draft.name} ({place + 1})"
-    cpu_linear.pack([target.model, *(draft.model for draft in loaded)], kind)
-    for one in [target, *loaded]:
-        check_blocks(one)
-        one.about.update(dtype=dtype_name(one.model.dtype), cpu_linear=kind)
-    return target, loaded
 
 
 def linear_kind(args, device: torch.device, dtype: torch.dtype) -> str:

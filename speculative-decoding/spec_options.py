@@ -9,7 +9,7 @@ from spec_checks import check_room, context_limit, end_ids, prompt_ids
 from spec_common import UserError, at_least, reachable
 from spec_compare import Task
 from spec_loop import LOOPS
-from spec_models import PAIRS
+from spec_pairs import DRAFT_PASSES, PAIRS
 from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
 
 
@@ -22,8 +22,24 @@ def add_task_options(parser) -> None:
     add_decoding_options(parser)
 
 
+def add_draft_options(parser) -> None:
+    """The form in which a draft runs: neither can change the text."""
+    parser.add_argument(
+        "--draft-vocab",
+        type=at_least(0),
+        metavar="N",
+        help="cut the draft's head to the N most frequent ids, 0: the whole head; left out: 8192 for a draft that ships, else the whole",
+    )
+    parser.add_argument("--draft-vocab-text", type=Path, metavar="FILE", help="count those ids in a text; left out: the list that ships")
+    parser.add_argument(
+        "--draft-pass", choices=DRAFT_PASSES, default="auto",
+        help="fused: a draft's Llama layers with fewer operators; plain: as transformers runs them; auto: fused on a CPU",
+    )  # fmt: skip
+
+
 def add_decoding_options(parser) -> None:
     """How much to write and how: the same in every script that decodes."""
+    add_draft_options(parser)
     parser.add_argument("--n-tokens", type=at_least(1), default=64, help="tokens to write")
     parser.add_argument("--loop", choices=LOOPS, default="lean", help="lean: k draft passes a round; essay: k+1, always a full k")
     parser.add_argument("--stop-at-eos", action="store_true", help="stop at the model's end token; otherwise write on to --n-tokens")
@@ -90,4 +106,5 @@ def make_task(args, target, draft, text: str, k: int, device) -> Task:
         check_room(model, prompt.shape[1], args.n_tokens, "--n-tokens")
     limits = [limit for limit in map(context_limit, (target.model, draft.model)) if limit is not None]
     ends = end_ids(target.model) if args.stop_at_eos else frozenset()
-    return Task(target.model, draft.model, prompt, args.n_tokens, k, args.loop, ends, min(limits, default=None))
+    limit = min(limits, default=None)
+    return Task(target.model, draft.model, prompt, args.n_tokens, k, args.loop, ends, limit, draft.plain)

@@ -18,9 +18,10 @@ class DecodingError(UserError):
     """A pass gave something no text may be made of: logits that are not finite, or a cache that did not roll back."""
 
 
-def new_cache() -> DynamicCache:
-    """A cache that can always roll back. Built without a config it keeps every key, so sliding windows stay exact."""
-    return DynamicCache()
+def new_cache(model):
+    """An empty cache that can always roll back: the model's own kind if it has one, else a DynamicCache. Built without a
+    config, that keeps every key, so sliding windows stay exact."""
+    return model.new_cache() if hasattr(model, "new_cache") else DynamicCache()
 
 
 @functools.cache
@@ -31,7 +32,7 @@ def forward_options(model_class: type) -> frozenset[str]:
 
 
 @torch.inference_mode()
-def forward(model, ids: torch.Tensor, cache: DynamicCache, keep: int) -> torch.Tensor:
+def forward(model, ids: torch.Tensor, cache, keep: int) -> torch.Tensor:
     """Feed `ids` (1, n) from where `cache` ends, in one pass that appends to it. Returns the last `keep` rows of
     logits, (1, keep, vocabulary). Row j says what follows the fed token j; the last row what follows all of `ids`.
     """
@@ -42,7 +43,7 @@ def forward(model, ids: torch.Tensor, cache: DynamicCache, keep: int) -> torch.T
     return model(ids[:, cache.get_seq_length() :], use_cache=True, **keywords).logits[:, -keep:]
 
 
-def rollback(cache: DynamicCache, length: int) -> None:
+def rollback(cache, length: int) -> None:
     """Make the cache a prefix of `length` tokens; nothing to do where it is no longer than that.
 
     The only place that crops. Raises DecodingError if the cache did not obey.

@@ -14,12 +14,13 @@ import statistics
 
 import torch
 
-import cpu_linear
-from spec_checks import Loaded, check_blocks, check_room
+from spec_checks import Loaded, check_room
 from spec_common import UserError, at_least, command, dtype_name, fraction, make_parser, ratio_summary, say, set_up, whole_list
 from spec_costs import DRAFT_PASSES, costs_of, device_limits, floor_s, implied, linear_seconds, pass_seconds, random_ids
 from spec_essay import FIGURES, essay_cost
-from spec_models import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_draft, load_random
+from spec_models import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_random
+from spec_options import add_draft_options
+from spec_pairs import in_form, load_draft, pack
 from spec_results import ResultFile, environment, settings
 from spec_tables import fixed, markdown_table
 from spec_theory import best_k, ceiling, interpolated
@@ -134,12 +135,11 @@ def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
     else:
         both = [load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)]
         both += [load_draft(both[0], args.draft, device, dtype, None, args.trust_remote_code)] if args.draft is not None else []
-    cpu_linear.pack([one.model for one in both], kind)
-    for one in both:
-        check_blocks(one)
+    model, drafts = both[0], [in_form(args, both[0], one, args.draft_vocab) for one in both[1:]]
+    pack(model, drafts, kind)
+    for one in [model, *drafts]:
         check_room(one, args.context, max(*args.tokens, DRAFT_PASSES), "--context or --tokens")
-        one.about["cpu_linear"] = kind
-    return both[0], both[1] if len(both) > 1 else None
+    return model, drafts[0] if drafts else None
 
 
 def parse_args(argv):
@@ -150,6 +150,7 @@ def parse_args(argv):
         help=f"hub id, folder, .gguf file or 'smollm2'; with --random-weights also {', '.join(sorted(SHIPPED_CONFIGS))}",
     )
     parser.add_argument("--draft", help="a draft, to measure c as well")
+    add_draft_options(parser)
     parser.add_argument("--tokens", type=whole_list(1, 4096), default=list(TOKENS), help="sizes of the block, e.g. 1,2,4,8")
     parser.add_argument("--context", type=at_least(1), default=128, help="tokens in the cache before the block")
     parser.add_argument(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import replace
 from functools import partial
 
 import torch
 from transformers import GenerationConfig
 
-from spec_common import first_line, say, timed
-from spec_compare import Task
+from spec_common import ClaimFailed, first_line, say, timed
+from spec_compare import Task, run_speculative
 from spec_loop import Decoded
 
 
@@ -86,7 +87,8 @@ def run_generate(task: Task, assisted: bool, streamer: RoundLengths | None = Non
     """One `generate`, its own prefill included. Returns ((Decoded, 0.0), seconds), as the arms of spec_compare do; the
     rounds are counted where a streamer listens, which timed runs leave out."""
     # A model that drafts for itself needs a second generation config: a shallow copy has one and shares the weights.
-    draft = copy.copy(task.draft) if task.draft is task.target else task.draft
+    draft = task.draft if task.plain_draft is None else task.plain_draft
+    draft = copy.copy(draft) if draft is task.target else draft
     options = {"assistant_model": draft} if assisted else {}
     with (
         generation_config(task.target, plain_config(task.n_tokens, task.ends)),
@@ -100,18 +102,28 @@ def run_generate(task: Task, assisted: bool, streamer: RoundLengths | None = Non
     return (done, 0.0), seconds
 
 
-def reference_arms(task: Task) -> tuple[dict, list[int] | None]:
-    """The arms of --vs-transformers, and the round lengths of assisted generation from an untimed run.
+def check_rounds(task: Task, lengths: list[int]) -> None:
+    """Our lean loop with the draft that assisted generation had must write the same number of tokens in every round.
+    Raises ClaimFailed. The draft in the form that is measured may guess otherwise; the text is compared all the same."""
+    same_draft = task if task.plain_draft is None else replace(task, draft=task.plain_draft)
+    (done, _), _ = run_speculative(replace(same_draft, loop="lean"))
+    if done.emitted != lengths:
+        raise ClaimFailed(f"rounds of assisted generation wrote {lengths} tokens, ours {done.emitted}")
+
+
+def reference_arms(task: Task) -> dict:
+    """The arms of --vs-transformers, once the rounds of assisted generation have been checked against ours.
 
     The assisted arm is left out, and said so, where `generate` cannot run it: for k=0, and for padded tables once an id
     is met that only one of them has.
     """
     arms = {"generate": lambda: run_generate(task, assisted=False)}
     if task.k == 0:
-        return arms, None
+        return arms
     try:
         (counted, _), _ = run_generate(task, assisted=True, streamer=RoundLengths())
     except (IndexError, ValueError) as error:
         say(f"assisted generation is left out: transformers cannot run it on this pair ({first_line(error)})")
-        return arms, None
-    return {**arms, "assisted": lambda: run_generate(task, assisted=True)}, counted.emitted
+        return arms
+    check_rounds(task, counted.emitted)
+    return {**arms, "assisted": lambda: run_generate(task, assisted=True)}

@@ -8,6 +8,7 @@ targets over the candidates that occur in the batch, the teacher's own choice as
     python train_draft.py --target FOLDER --data data --out draft --layers 0,1,23
 """
 
+import copy
 import json
 import os
 import pathlib
@@ -17,12 +18,13 @@ import time
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_data import Shards
-from draft_files import build_draft, save_draft
+from draft_files import build_draft, read_draft, save_draft
 from draft_prompts import KINDS, held_out_prompts
 from spec_common import Help, Parser
+from spec_pairs import cut_layers
 
 CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
 HELD_OUT_TOKENS = 96  # greedy tokens a held-out prompt
@@ -31,18 +33,26 @@ CLIP = 1.0  # gradient norm: cut layers begin with large errors
 LOG_EVERY = 20  # steps between two lines of the log
 
 
-def cut(target, layers):
-    """A model of the target's `layers`, in order, with its embedding, final norm and (tied) head."""
-    config = type(target.config).from_dict(target.config.to_dict())
-    config.num_hidden_layers = len(layers)
-    draft = LlamaForCausalLM(config)
-    states = {name: tensor for name, tensor in target.state_dict().items() if ".layers." not in name}
-    for new, old in enumerate(layers):
-        states |= {f"model.layers.{new}.{name}": tensor for name, tensor in target.model.layers[old].state_dict().items()}
-    draft.load_state_dict(states)
-    draft.tie_weights()
+def trainable(target, layers):
+    """A copy of the target's `layers`, in order, with its embedding, final norm and (tied) head; the embedding is frozen."""
+    draft = copy.deepcopy(cut_layers(target, layers)).float()
     draft.model.embed_tokens.weight.requires_grad_(False)
-    return draft.float()
+    return draft
+
+
+def grow(draft, layers, path):
+    """Begin from a trained draft: its layers and norm as they are, a layer that it lacks writing nothing at first, so that
+    the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016)."""
+    states, metadata = read_draft(path)
+    own = {old: f"model.layers.{place}." for place, old in enumerate(metadata["layers"])}
+    with torch.no_grad():
+        draft.model.norm.weight.copy_(states["model.norm.weight"])
+        for layer, old in zip(draft.model.layers, layers, strict=True):
+            if old in own:
+                layer.load_state_dict({name: states[own[old] + name] for name in layer.state_dict()})
+            else:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
 
 
 def held_out(target, tokenizer, path):
@@ -216,6 +226,7 @@ def parse_args(argv):
     parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the checkpoint, the log and the draft")
     parser.add_argument("--layers", default="0,1,23", help="the target's layers that the draft keeps, from 0")
+    parser.add_argument("--grow", type=pathlib.Path, metavar="FILE", help="begin from this trained draft; it may have fewer of the layers")
     parser.add_argument("--cpu-minutes", type=float, default=60, help="budget of process CPU time, earlier runs included")
     parser.add_argument("--steps", type=int, default=0, help="budget of steps; 0 is none")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
@@ -263,10 +274,14 @@ def main(argv=None):
     layers = [int(part) for part in args.layers.split(",")]
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     rows = held_out(target, AutoTokenizer.from_pretrained(args.target), args.data / "held_out.json")
-    draft = cut(target, layers)
+    draft = trainable(target, layers)
+    if args.grow:
+        grow(draft, layers, args.grow)
     optimizer, progress = prepare(args, draft)
     shards = Shards(args.data, args.prompt_weight)
-    config = {name: value for name, value in vars(args).items() if name not in ("target", "data", "out")}
+    config = {name: value for name, value in vars(args).items() if name not in ("target", "data", "out", "grow")} | {
+        "grown_from": args.grow and args.grow.name
+    }
     log(args.out / "log.jsonl", {"event": "start", "config": config, "data_tokens": shards.tokens})
     if not progress["step"]:
         report(args, draft, rows, progress)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_data import Shards, Teacher, continue_rows, shard_of
 from draft_prompts import HELD_OUT, KINDS, training_texts
-from train_draft import cut, distill_loss, rate
+from train_draft import distill_loss, rate, trainable
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_loss_is_least_at_the_teacher(folder):
 
 
 def test_only_layers_and_norm_train(folder):
-    draft = cut(LlamaForCausalLM.from_pretrained(folder), [0, 2])
+    draft = trainable(LlamaForCausalLM.from_pretrained(folder), [0, 2])
     frozen = {name for name, weights in draft.named_parameters() if not weights.requires_grad}
     assert frozen == {"model.embed_tokens.weight"}
 

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from draft_files import build_draft, fingerprint, pack_rows, read_draft, same_target, save_draft, unpack_draft
-from train_draft import cut
+from train_draft import trainable
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def target():
 
 @pytest.fixture()
 def saved(target, tmp_path):
-    draft = cut(target, [0, 4]).eval()
+    draft = trainable(target, [0, 4]).eval()
     path = tmp_path / "draft.safetensors"
     save_draft(path, draft, target, [0, 4], {"steps": 0})
     return draft, path
@@ -105,4 +105,4 @@ def test_another_target_is_refused(saved):
 def test_cut_of_all_layers_is_the_target(target):
     ids = torch.arange(30)[None] % 97
     with torch.inference_mode():
-        assert torch.equal(cut(target, range(5)).eval()(ids).logits, target(ids).logits)
+        assert torch.equal(trainable(target, range(5)).eval()(ids).logits, target(ids).logits)

@@ -15,7 +15,8 @@ import tiny
 from embedded_pair import GGUF, MANIFEST, TARGET_FOLDER, ensure_target, extract_gguf, is_whole, publish, sha256
 from spec_checks import check_blocks
 from spec_common import UserError
-from spec_models import cut_draft, load
+from spec_models import load
+from spec_pairs import cut_draft
 from spec_reference import run_generate
 
 

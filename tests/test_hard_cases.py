@@ -120,8 +120,7 @@ def test_positions_that_were_never_judged_do_not_count_against_a_draft():
 
 
 def test_rounds_of_assisted_generation_that_differ_fail_the_run(pair, monkeypatch, capsys):
-    real = spec_decode.reference_arms
-    monkeypatch.setattr(spec_decode, "reference_arms", lambda task: (real(task)[0], [99]))
+    monkeypatch.setattr("spec_reference.RoundLengths.rounds", property(lambda self: [99]))
     assert spec_decode.main([*pair, "--vs-transformers"]) == 1
     assert "rounds of assisted generation" in capsys.readouterr().out
 

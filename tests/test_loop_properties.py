@@ -219,7 +219,7 @@ def test_a_block_is_cut_at_the_room_left_and_after_its_first_end_token():
 @given(fed=st.integers(1, 20), length=st.integers(0, 25))
 def test_a_rollback_leaves_a_prefix(fed, length):
     ids = torch.arange(3, 3 + fed)[None]
-    cache = new_cache()
+    cache = new_cache(TARGET)
     forward(TARGET, ids, cache, 1)
     rollback(cache, length)
     assert cache.get_seq_length() == min(fed, length)
@@ -227,7 +227,7 @@ def test_a_rollback_leaves_a_prefix(fed, length):
 
 def test_a_rolled_back_cache_gives_the_logits_of_a_fresh_one():
     ids = torch.tensor([[5, 9, 3, 17, 2, 11, 4, 8]])
-    cache = new_cache()
+    cache = new_cache(TARGET)
     forward(TARGET, ids.flip(1), cache, 1)
     rollback(cache, 0)
     forward(TARGET, ids[:, :7], cache, 1)

@@ -12,7 +12,8 @@ import spec_models
 import tiny
 from spec_checks import Loaded, check_blocks, check_ids, check_room, check_same_tokenizer, context_limit, end_ids, prompt_ids
 from spec_common import UserError, pick_device, pick_dtype
-from spec_models import cut_draft, load, load_random, placement
+from spec_models import load, load_random, placement
+from spec_pairs import cut_draft
 
 CPU, F32 = torch.device("cpu"), torch.float32
 

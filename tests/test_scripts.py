@@ -225,7 +225,7 @@ def test_a_self_draft_that_is_not_always_accepted_fails_the_run(pair, monkeypatc
     def start(self, ids, length, real=ModelDrafter.__dict__["start"]):
         from spec_pass import forward, new_cache
 
-        self.cache, self.blind = new_cache(), False
+        self.cache, self.blind = new_cache(self.model), False
         forward(self.model, ids[:, : length - 1], self.cache, 1)
 
     assert spec_decode.main([*pair, "--self-draft", "--prompt", "w1 w5 w9"]) == 1
