@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_prompts import KINDS, SHORTEST, training_prompts
+from draft_prompts import HELD_OUT, KINDS, SHORTEST, training_prompts
 from spec_common import Help, Parser
+from workloads import WORKLOADS
 
+RUN = 12  # ids in a row that a training row may not share with a reported prompt: about eight words
 TOP = 16  # ids kept a position: enough for the union of candidates that the loss looks at
 NEW_TOKENS = 64  # tokens a row: many short rows, because a draft agrees least at the beginning of a text
 SHARES = {"code": 0.34, "list": 0.12, "json": 0.10, "repeat": 0.06, "prose": 0.26, "chat": 0.12}
@@ -172,11 +174,26 @@ def make_shard(teacher, tokenizer, path, seed, rows, new_tokens):
     return len(shard["ids"])
 
 
-class Shards:
-    """All rows of the cached teacher outputs, served in batches of like length that hold about `budget` tokens."""
+def runs(ids, length=RUN):
+    """Every run of `length` ids in a row."""
+    return {tuple(ids[at : at + length]) for at in range(len(ids) - length + 1)}
 
-    def __init__(self, folder, prompt_weight):
-        self.folder, self.prompt_weight, self.parts, self.seen, self.index, self.tokens = folder, prompt_weight, [], set(), [], 0
+
+def reported_runs(tokenizer):
+    """The runs of every prompt that acceptance is reported on: the five workloads and the held-out prompts."""
+    texts = [*WORKLOADS.values(), *(text for texts in HELD_OUT.values() for text in texts)]
+    return set().union(*(runs(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts))
+
+
+class Shards:
+    """All rows of the cached teacher outputs, served in batches of like length that hold about `budget` tokens.
+
+    A row that shares a run with `reported` is left out: nothing that a figure is reported on is learnt by heart.
+    """
+
+    def __init__(self, folder, prompt_weight, reported=frozenset()):
+        self.folder, self.prompt_weight, self.reported = folder, prompt_weight, reported
+        self.parts, self.seen, self.index, self.tokens, self.left_out = [], set(), [], 0, 0
         self.refresh()
 
     def refresh(self):
@@ -184,11 +201,14 @@ class Shards:
         for path in sorted(set(self.folder.glob("*.safetensors")) - self.seen):
             part, offset = load_file(path), 0
             for row, length in enumerate(part["lengths"].tolist()):
-                self.index.append((len(self.parts), offset, length, int(part["prompt_lengths"][row])))
+                if self.reported.isdisjoint(runs(part["ids"][offset : offset + length].tolist())):
+                    self.index.append((len(self.parts), offset, length, int(part["prompt_lengths"][row])))
+                    self.tokens += length
+                else:
+                    self.left_out += 1
                 offset += length
             self.parts.append(part)
             self.seen.add(path)
-            self.tokens += offset
 
     def epoch(self, seed, budget):
         """Lists of rows: shuffled, sorted by length inside large pools (little padding), then batches shuffled again."""

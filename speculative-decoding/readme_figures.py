@@ -1,22 +1,23 @@
-"""Puts the committed results into the README: every table and figure between its markers comes from results/*.json.
+"""Puts the committed results into the README and the drafts' card: what stands between markers comes from results/*.json.
 
-python readme_figures.py            # rewrite README.md
-python readme_figures.py --check    # exit 1 if it is not what the results say
+python readme_figures.py            # rewrite both
+python readme_figures.py --check    # exit 1 if they are not what the results say
 """
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+import statistics
 
 from spec_bench import USUAL_K, sweep_table, workload_table
 from spec_common import HERE, Help, Parser, UserError, command
 from spec_decode import against_transformers
 from spec_drafts import table as draft_table
 from spec_precondition import NEARLY_FREE, cost_table
+from spec_tables import fixed, markdown_table
 
-README = HERE.parent / "README.md"
+README, CARD = HERE.parent / "README.md", HERE / "drafts" / "MODEL_CARD.md"
 
 
 def load(name: str) -> dict:
@@ -95,12 +96,46 @@ def figures() -> dict[str, str]:
     }  # fmt: skip
 
 
+def share(part: int, whole: int) -> str:
+    return f"{part / whole:.2f}" if whole else "-"
+
+
+def acceptance(drafts: dict) -> str:
+    """alpha of every draft on every workload and, over all of them, by place in the block: of the guesses judged there,
+    the share that was right."""
+    rows = [row for row in drafts["rows"] if row.get("part") == "draft" and not row["error"]]
+    texts, places = list(dict.fromkeys(row["workload"] for row in rows)), range(drafts["config"]["k"])
+    shown = []
+    for name in dict.fromkeys(row["draft"] for row in rows):
+        mine = {row["workload"]: row for row in rows if row["draft"] == name}
+        rounds = [pair for row in mine.values() for pair in zip(row["accepted_lengths"], row["proposed_lengths"], strict=True)]
+        judged = [[kept > place for kept, guessed in rounds if kept >= place and guessed > place] for place in places]
+        alphas = {text: row["alpha"] for text, row in mine.items()}
+        shown.append(
+            {
+                "draft": name,
+                "mean": statistics.fmean(alphas.values()),
+                **alphas,
+                **{f"p{i}": share(sum(one), len(one)) for i, one in enumerate(judged)},
+            }
+        )
+    columns = [("draft", "draft", str), *((text, text, fixed(2)) for text in texts), ("mean", "mean", fixed(2))]
+    return markdown_table(shown, columns + [(f"p{i}", f"guess {i + 1}", str) for i in places])
+
+
+def card_figures() -> dict[str, str]:
+    """The text of every marker of the drafts' card."""
+    return {
+        f"acceptance_{dtype}": acceptance(load(f"spec_drafts{suffix}")) for dtype, suffix in (("float32", ""), ("bfloat16", "_bfloat16"))
+    }
+
+
 def filled(text: str, values: dict[str, str]) -> str:
-    """The README with every marker's text replaced. Raises UserError for a marker that is not there."""
+    """A page with every marker's text replaced. Raises UserError for a marker that is not there."""
     for name, value in values.items():
         pattern = re.compile(rf"(<!-- {name} -->)(\n?).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
-            raise UserError(f"README.md has no marker <!-- {name} -->")
+            raise UserError(f"the page has no marker <!-- {name} -->")
         text = pattern.sub(lambda match, value=value: match[1] + match[2] + value + match[2] + match[3], text)
     return text
 
@@ -108,16 +143,22 @@ def filled(text: str, values: dict[str, str]) -> str:
 @command
 def main(argv=None) -> int:
     parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--check", action="store_true", help="only say whether the README is what the results say")
+    parser.add_argument("--check", action="store_true", help="only say whether they are what the results say")
     args = parser.parse_args(argv)
-    text = README.read_text(encoding="utf-8")
-    new = filled(text, figures())
-    if args.check:
-        print("README.md is what the results say" if new == text else "README.md is not what the results say: run readme_figures.py")
-        return int(new != text)
-    Path(README).write_text(new, encoding="utf-8")
-    print("README.md rewritten from results/")
-    return 0
+    stale = []
+    for page, values in ((README, figures()), (CARD, card_figures())):
+        text = page.read_text(encoding="utf-8")
+        new = filled(text, values)
+        if new != text:
+            stale.append(page.name)
+            if not args.check:
+                page.write_text(new, encoding="utf-8")
+    print(
+        f"{' and '.join(stale)}: {'not what the results say; run readme_figures.py' if args.check else 'rewritten'}"
+        if stale
+        else "as the results say"
+    )
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from spec_compare import cell
 from spec_costs import measured_costs
 from spec_essay import essay_sweep, essay_workload, is_essay_pair
 from spec_options import add_task_options, check_prompts, fill_pair, make_task, workload_prompt
-from spec_pairs import load_pair
+from spec_pairs import form, load_pair
 from spec_results import ResultFile, environment, settings
 from spec_tables import fixed, markdown_table, percent, progress
 from spec_theory import ceiling
@@ -161,7 +161,7 @@ def main(argv=None) -> int:
     target, (draft,) = load_pair(args, device, dtype, [args.draft])
     prompts = [(name, WORKLOADS[name]) for name in dict.fromkeys([args.workload, *args.workloads])]
     hashes = check_prompts(args, target, [draft], prompts, max(args.ks), device)
-    print(f"{target.name} + {draft.name}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
+    print(f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
     config = settings(args, target=target.about, draft=draft.about, prompt_ids_sha256=hashes)
     with ResultFile(args.results, "spec_bench", config, environment(device, dtype, target.model), args.resume) as file:
         sweep, workloads = run(args, target, draft, file, device)

@@ -18,7 +18,7 @@ from spec_common import FEWEST_PAIRS, ClaimFailed, at_least, command, dtype_name
 from spec_compare import cell
 from spec_essay import essay_decode, is_essay_pair
 from spec_options import add_prompt_options, add_task_options, check_prompts, chosen_prompts, fill_pair, make_task
-from spec_pairs import PAIRS, load_pair
+from spec_pairs import PAIRS, form, load_pair
 from spec_reference import overridden, reference_arms
 from spec_results import ResultFile, environment, settings
 from spec_tables import fixed, markdown_table, percent
@@ -180,7 +180,7 @@ def main(argv=None) -> int:
     config = settings(
         args, target=target.about, draft=draft.about, prompt_ids_sha256=hashes, generation_config_overridden=overridden(target.model)
     )
-    print(f"{target.name} + {draft.name}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
+    print(f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
     with ResultFile(args.results, "spec_decode", config, environment(device, dtype, target.model), args.resume) as file:
         rows = run(args, target, draft, prompts, file, device)
         for row in rows:

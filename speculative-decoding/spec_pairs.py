@@ -141,6 +141,12 @@ def in_form(args, target: Loaded, draft: Loaded, size: int | None) -> Loaded:
     return replace(draft, model=model, about=about, plain=plain if keeps_plain else None)
 
 
+def form(draft: Loaded) -> str:
+    """The draft's name with its form, for a script's first line."""
+    size = draft.about.get("draft_vocab")
+    return f"{draft.name} ({draft.about['draft_pass']} pass, {f'head of the {size} most frequent ids' if size else 'whole head'})"
+
+
 def versions(args, target: Loaded, draft: Loaded, heads: list[int | None]) -> list[Loaded]:
     """The draft with each of those heads; several are told apart by their names."""
     found = [in_form(args, target, draft, size) for size in heads]

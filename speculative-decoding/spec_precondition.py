@@ -20,7 +20,7 @@ from spec_costs import DRAFT_PASSES, costs_of, device_limits, floor_s, implied, 
 from spec_essay import FIGURES, essay_cost
 from spec_models import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_random
 from spec_options import add_draft_options
-from spec_pairs import in_form, load_draft, pack
+from spec_pairs import form, in_form, load_draft, pack
 from spec_results import ResultFile, environment, settings
 from spec_tables import fixed, markdown_table
 from spec_theory import best_k, ceiling, interpolated
@@ -177,7 +177,7 @@ def main(argv=None) -> int:
     model, draft = load_models(args, device, dtype)
     models = [one.model for one in (model, draft) if one]
     print(
-        f"{model.name}{f' + {draft.name}' if draft else ''}, {device}, {dtype_name(dtype)}, context {args.context}, linear layers: {model.about['cpu_linear']}\n"
+        f"{model.name}{f' + {form(draft)}' if draft else ''}, {device}, {dtype_name(dtype)}, context {args.context}, linear layers: {model.about['cpu_linear']}\n"
     )
     config = settings(args, model=model.about, draft_model=draft and draft.about)
     with ResultFile(args.results, "spec_precondition", config, environment(device, dtype, model.model), None) as file:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_data import Shards
+from draft_data import Shards, reported_runs
 from draft_files import build_draft, read_draft, save_draft
 from draft_prompts import KINDS, held_out_prompts
 from spec_common import Help, Parser
@@ -273,12 +273,13 @@ def main(argv=None):
     args.out.mkdir(parents=True, exist_ok=True)
     layers = [int(part) for part in args.layers.split(",")]
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    rows = held_out(target, AutoTokenizer.from_pretrained(args.target), args.data / "held_out.json")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    rows = held_out(target, tokenizer, args.data / "held_out.json")
     draft = trainable(target, layers)
     if args.grow:
         grow(draft, layers, args.grow)
     optimizer, progress = prepare(args, draft)
-    shards = Shards(args.data, args.prompt_weight)
+    shards = Shards(args.data, args.prompt_weight, reported_runs(tokenizer))
     config = {name: value for name, value in vars(args).items() if name not in ("target", "data", "out", "grow")} | {
         "grown_from": args.grow and args.grow.name
     }
