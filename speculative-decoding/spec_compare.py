@@ -6,24 +6,38 @@ Free runs (two synchronisations) give the speed. One watched run of each arm, ap
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from spec_common import ClaimFailed, UserError, Watch, dtype_name, first_line, interleave, is_out_of_memory, ratio_summary, timed
-from spec_loop import Decoded, ModelDrafter, baseline, prefill, speculate
+from spec_drafters import ModelDrafter
+from spec_loop import Decoded, baseline, prefill, speculate
 from spec_pass import forward, new_cache
+from spec_policy import FixedK
+from spec_rules import Greedy
 from spec_theory import cost_speedup, interpolated, leviathan_speedup
 
 NOISE_UNITS = 1  # units in the last place of the best logit
 ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
 
 
+def model_drafter(task: Task, rule):
+    """The draft model guesses."""
+    return ModelDrafter(task.draft, task.target.get_input_embeddings().weight.shape[0], read_last=task.loop == "essay", rule=rule)
+
+
+def fixed_k(task: Task) -> FixedK:
+    return FixedK(task.k)
+
+
 @dataclass
 class Task:
     """What is to be written: one prompt, how much of it, how. `prompt` is (1, n) on the models' device.
 
-    `plain_draft`: the draft as transformers itself runs it, where `draft` is another form of it.
+    `plain_draft`: the draft as transformers itself runs it, where `draft` is another form of it. `drafter`, `policy` and
+    `rule` make what a method does otherwise, afresh for every run, so that no run learns from the one before.
     """
 
     target: torch.nn.Module
@@ -35,6 +49,9 @@ class Task:
     ends: frozenset[int] = frozenset()
     limit: int | None = None
     plain_draft: torch.nn.Module | None = None
+    drafter: Callable[[Task, object], object] = model_drafter
+    policy: Callable[[Task], object] = fixed_k
+    rule: Callable[[], object] = Greedy
 
     @property
     def device(self) -> torch.device:
@@ -61,13 +78,14 @@ def run_baseline(task: Task, watch=None) -> tuple[tuple[Decoded, float], float]:
     """One plain run. Returns ((what was written, prefill seconds), decode seconds)."""
     state, prefill_s = timed(lambda: prefill(task.target, task.prompt, task.room()), task.device)
     watching = {"watch": watch()} if watch else {}
-    done, decode_s = timed(lambda: baseline(task.target, state, task.n_tokens, task.ends, **watching), task.device)
+    done, decode_s = timed(lambda: baseline(task.target, state, task.n_tokens, task.ends, rule=task.rule(), **watching), task.device)
     return (done, prefill_s), decode_s
 
 
 def run_speculative(task: Task, watch=None) -> tuple[tuple[Decoded, float], float]:
     """One speculative run, prefill of both models in the prefill seconds. Returns as `run_baseline`."""
-    drafter = ModelDrafter(task.draft, task.target.get_input_embeddings().weight.shape[0], read_last=task.loop == "essay")
+    rule, policy = task.rule(), task.policy(task)
+    drafter = task.drafter(task, rule)
 
     def start():
         state = prefill(task.target, task.prompt, task.room())
@@ -76,8 +94,8 @@ def run_speculative(task: Task, watch=None) -> tuple[tuple[Decoded, float], floa
 
     state, prefill_s = timed(start, task.device)
     watching = {"watch": watch()} if watch else {}
-    options = {"loop": task.loop, "ends": task.ends, "limit": task.limit, **watching}
-    done, decode_s = timed(lambda: speculate(task.target, drafter, state, task.n_tokens, task.k, **options), task.device)
+    options = {"loop": task.loop, "ends": task.ends, "limit": task.limit, "rule": rule, **watching}
+    done, decode_s = timed(lambda: speculate(task.target, drafter, state, task.n_tokens, policy, **options), task.device)
     return (done, prefill_s), decode_s
 
 

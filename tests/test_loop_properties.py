@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import tiny
 from spec_compare import counts
-from spec_loop import LOOPS, agreed_prefix, cut_block
+from spec_loop import LOOPS, cut_block
 from spec_pass import DecodingError, forward, new_cache, rollback
+from spec_rules import agreed_prefix
 
 TARGET = tiny.llama()
 DRAFTS = {"itself": TARGET, "near": tiny.near(TARGET), "wrong": tiny.always_wrong(TARGET)}
@@ -100,6 +101,7 @@ def test_no_pass_reads_a_token_twice(draft, loop, monkeypatch):
         return forward(model, ids, cache, keep)
 
     monkeypatch.setattr("spec_loop.forward", counted)
+    monkeypatch.setattr("spec_drafters.forward", counted)
     done = tiny.speculated(target, cheap, n=LONGEST, k=3, loop=loop)
     prefill = len(tiny.PROMPT) - 1
     assert fed[id(target)] == [prefill, *(len(guesses) + 1 for guesses in done.proposals)]

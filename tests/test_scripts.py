@@ -219,8 +219,8 @@ def test_a_self_draft_run_checks_that_everything_was_accepted(loop, pair, result
 
 def test_a_self_draft_that_is_not_always_accepted_fails_the_run(pair, monkeypatch, capsys):
     """A draft whose cache has a hole writes exact text all the same: only acceptance tells."""
-    monkeypatch.setattr("spec_loop.ModelDrafter.start", lambda self, ids, length: start(self, ids.roll(1, 1), length))
-    from spec_loop import ModelDrafter
+    monkeypatch.setattr("spec_drafters.ModelDrafter.start", lambda self, ids, length: start(self, ids.roll(1, 1), length))
+    from spec_drafters import ModelDrafter
 
     def start(self, ids, length, real=ModelDrafter.__dict__["start"]):
         from spec_pass import forward, new_cache
