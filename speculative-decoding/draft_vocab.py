@@ -32,6 +32,11 @@ def vocabulary_hash(tokenizer) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
+def vocabulary_size(tokenizer) -> int:
+    """One more than the highest id: a vocabulary may have holes."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def ranked(counts: Counter, size: int) -> list[int]:
     """Every id below `size`, the most frequent first; those never seen follow in order (a low id is an early merge)."""
     return sorted(range(size), key=lambda token: (-counts[token], token))
@@ -56,7 +61,7 @@ def shipped_ids(tokenizer) -> list[int]:
         raise UserError(
             "--draft-vocab: the list of frequent ids that ships belongs to another tokenizer; give --draft-vocab-text FILE to count one"
         )
-    return list(dict.fromkeys([*stored["ids"], *range(len(tokenizer))]))
+    return list(dict.fromkeys([*stored["ids"], *range(vocabulary_size(tokenizer))]))
 
 
 def frequent_ids(tokenizer, text_file: Path | None) -> list[int]:
@@ -70,7 +75,7 @@ def frequent_ids(tokenizer, text_file: Path | None) -> list[int]:
     counts = count_text(tokenizer, text)
     if not counts:
         raise UserError(f"--draft-vocab-text {text_file.name}: no token in it; give some text")
-    return ranked(counts, len(tokenizer))
+    return ranked(counts, vocabulary_size(tokenizer))
 
 
 class CutHead(nn.Module):
@@ -125,7 +130,7 @@ def main(argv=None) -> int:
     if not counts:
         raise UserError(f"--data {args.data}: no shard with a token in it; make some with draft_data.py")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    seen = [token for token in ranked(counts, len(tokenizer)) if counts[token]]
+    seen = [token for token in ranked(counts, vocabulary_size(tokenizer)) if counts[token]]
     document = {"vocabulary_sha256": vocabulary_hash(tokenizer), "tokens_counted": counts.total(), "ids": seen}
     args.out.write_text(json.dumps(document) + "\n")
     print(f"{len(seen)} ids of {counts.total()} tokens in {args.out.name}")

@@ -15,8 +15,8 @@ from spec_rules import Greedy
 
 @dataclass
 class Proposal:
-    """Guesses made: how many, in how many passes of a draft model; of each guess the law it was drawn from ((vocabulary,)
-    float32, None for a certain one), and of each pass the best logit (1,)."""
+    """Guesses made: how many, in how many passes of a draft model; of each guess the law it was drawn from, over the
+    target's ids ((vocabulary,), None for a certain one), and of each pass the best logit (1,)."""
 
     count: int = 0
     passes: int = 0
@@ -31,10 +31,13 @@ class ModelDrafter:
     `vocabulary`: the target's rows; a padded draft may have more, and those ids are never proposed.
     """
 
+    confident = True  # its guesses carry a probability, which a policy may look at
+
     def __init__(self, model, vocabulary: int, read_last: bool = False, rule=None):
         self.model, self.read_last, self.rule = model, read_last, rule or Greedy()
         self.kept = getattr(model.get_output_embeddings(), "kept", None)  # a cut head's rows speak of these ids
         self.vocabulary = vocabulary if self.kept is None else None
+        self.target_rows = vocabulary
         self.rows = model.get_input_embeddings().weight.shape[0]
 
     def start(self, ids: torch.Tensor, length: int) -> None:
@@ -53,7 +56,7 @@ class ModelDrafter:
             token, top, law = self.rule.choose(logits, self.vocabulary)
             ids[:, length + made.count] = token if self.kept is None else self.kept[token]
             made.count += 1
-            made.laws.append(law)
+            made.laws.append(self.over_target(law))
             made.tops.append(top)
             watch("pick")
             if policy.reads_confidence and policy.enough(float(logits[0].float().softmax(-1)[token])):
@@ -64,6 +67,14 @@ class ModelDrafter:
             watch("draft")
             made.passes += 1
         return made
+
+    def over_target(self, law: torch.Tensor | None) -> torch.Tensor | None:
+        """A law over the draft's rows as one over the target's ids, (vocabulary,): what the draft cannot say has 0."""
+        if law is None or (self.kept is None and len(law) == self.target_rows):
+            return law
+        whole = law.new_zeros(self.target_rows)
+        whole[slice(len(law)) if self.kept is None else self.kept] = law
+        return whole
 
     def keep(self, length: int, written: list[int]) -> None:
         """Forget what was rejected: `length` tokens stand, of which `written` are new.

@@ -101,7 +101,7 @@ def speculate(
     end, ended = length + n_tokens, False
     while length < end and not ended:
         # draft: whatever guesses writes ahead, into the text itself
-        ahead = policy.ahead()
+        ahead = policy.ahead(drafter.confident)
         ahead = ahead if loop == "essay" else min(ahead, end - length - 1)
         ahead = ahead if limit is None else max(0, min(ahead, limit - length))
         made = drafter.propose(ids, length, ahead, watch, policy)

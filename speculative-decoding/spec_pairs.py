@@ -159,8 +159,10 @@ def versions(args, target: Loaded, draft: Loaded, heads: list[int | None]) -> li
 # -------------------------------------------------------------------------------------------------------------- pairs
 
 
-def pack(target: Loaded, drafts: list[Loaded], kind: str) -> None:
+def pack(args, target: Loaded, drafts: list[Loaded], kind: str) -> None:
     """Pack all linear layers once, and try every model out. Raises UserError."""
+    if args.draft_vocab_text is not None and not any(one.about["draft_vocab"] for one in drafts):
+        raise UserError("--draft-vocab-text: no head is cut; say how many ids with --draft-vocab N, or leave it out")
     every = [target, *drafts]
     cpu_linear.pack([*(one.model for one in every), *(one.plain for one in every if one.plain is not None)], kind)
     for one in every:
@@ -187,5 +189,5 @@ def load_pair(
     for place, draft in enumerate(loaded):  # rows are found by the name, so two folders of one name need two
         if any(draft.name == other.name for other in loaded[:place]):
             draft.name = f"{draft.name} ({place + 1})"
-    pack(target, loaded, kind)
+    pack(args, target, loaded, kind)
     return target, loaded

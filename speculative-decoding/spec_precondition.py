@@ -136,7 +136,7 @@ def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
         both = [load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)]
         both += [load_draft(both[0], args.draft, device, dtype, None, args.trust_remote_code)] if args.draft is not None else []
     model, drafts = both[0], [in_form(args, both[0], one, args.draft_vocab) for one in both[1:]]
-    pack(model, drafts, kind)
+    pack(args, model, drafts, kind)
     for one in [model, *drafts]:
         check_room(one, args.context, max(*args.tokens, DRAFT_PASSES), "--context or --tokens")
     return model, drafts[0] if drafts else None

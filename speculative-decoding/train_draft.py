@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_data import Shards, reported_runs
-from draft_files import build_draft, read_draft, save_draft
+from draft_files import build_draft, read_draft, same_target, save_draft
 from draft_prompts import KINDS, held_out_prompts
-from spec_common import Help, Parser
+from spec_common import Help, Parser, UserError, command
 from spec_pairs import cut_layers
 
 CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
@@ -42,17 +42,21 @@ def trainable(target, layers):
 
 def grow(draft, layers, path):
     """Begin from a trained draft: its layers and norm as they are, a layer that it lacks writing nothing at first, so that
-    the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016)."""
+    the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016). Raises UserError."""
     states, metadata = read_draft(path)
     own = {old: f"model.layers.{place}." for place, old in enumerate(metadata["layers"])}
+    if not same_target(metadata["target"], draft):
+        raise UserError(f"--grow {path.name}: trained for another target than --target")
+    if [layer for layer in layers if layer in own] != metadata["layers"]:
+        raise UserError(f"--grow {path.name}: it has layers {metadata['layers']}; name all of them in --layers, in that order")
     with torch.no_grad():
         draft.model.norm.weight.copy_(states["model.norm.weight"])
         for layer, old in zip(draft.model.layers, layers, strict=True):
             if old in own:
                 layer.load_state_dict({name: states[own[old] + name] for name in layer.state_dict()})
             else:
-                layer.self_attn.o_proj.weight.zero_()
-                layer.mlp.down_proj.weight.zero_()
+                for last in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters()):
+                    last.zero_()
 
 
 def held_out(target, tokenizer, path):
@@ -266,6 +270,7 @@ def export(args, draft, target, layers, rows, card):
     return card
 
 
+@command
 def main(argv=None):
     args = parse_args(argv)
     torch.set_num_threads(args.threads)

@@ -276,6 +276,8 @@ def test_drafts_show_a_cut_head_beside_the_whole_one(pair, draft_folder, results
 @pytest.mark.parametrize("layers", [[0, 3], [0, 1, 3], [0, 1, 2, 3]])
 def test_a_grown_draft_begins_with_the_logits_of_the_smaller_one(layers, tmp_path):
     small = tiny.near(trainable(TIED, [0, 3]))
+    for norm in (small.model.norm, small.model.layers[1].input_layernorm):  # ones until they are trained
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
     save_draft(tmp_path / "small.safetensors", small, TIED, [0, 3], {})
     grown, ids = trainable(TIED, layers), torch.tensor([tiny.PROMPT * 3])
     grow(grown, layers, tmp_path / "small.safetensors")
