@@ -11,7 +11,7 @@ import spec_adaptive
 import tiny
 from spec_adaptive import oracle_speedup, right_guesses
 from spec_compare import run_speculative
-from spec_policy import POLICIES, PROBE_EVERY, Confidence, Cost, FixedK, Schedule, make_policy
+from spec_policy import FORGET, POLICIES, PROBE_EVERY, Confidence, Cost, FixedK, Schedule, make_policy
 from spec_theory import best_k, interpolated
 
 TARGET = tiny.llama()
@@ -133,6 +133,28 @@ def test_the_oracle_is_no_worse_than_any_fixed_k():
             (done, _), _ = run_speculative(replace(task, k=k, policy=lambda _, k=k: FixedK(k)))
             spent = done.draft_passes * 0.1 + sum(v(len(g) + 1) + spec_adaptive.OVERHEAD for g in done.proposals)
             assert 40 / spent <= ideal + 1e-9
+
+
+def test_the_oracle_keeps_no_guess_that_is_wrong():
+    wrong = tiny.task(TARGET, DRAFTS["wrong"], n=20)
+    (plain, _), _ = run_speculative(wrong)
+    assert oracle_speedup(right_guesses(wrong, plain.tokens), 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1}) == pytest.approx(
+        1 / (1 + spec_adaptive.OVERHEAD)
+    )
+
+
+def test_the_loop_asks_the_policy_after_every_guess():
+    for threshold, longest in ((1.1, 1), (0.0, 4)):
+        task = replace(tiny.task(TARGET, TARGET, n=20, k=4), policy=lambda _, threshold=threshold: Confidence(4, threshold))
+        (done, _), _ = run_speculative(task)
+        assert max(map(len, done.proposals)) == longest
+
+
+def test_guesses_behind_a_wrong_one_were_never_judged():
+    policy = Cost(8, 0.1, FREE)
+    right, judged = policy.right, policy.judged
+    policy.learn(8, 2)
+    assert policy.right == pytest.approx(FORGET * right + 2) and policy.judged == pytest.approx(FORGET * judged + 3)
 
 
 @pytest.fixture
