@@ -14,6 +14,7 @@ from spec_bench import USUAL_K, sweep_table, workload_table
 from spec_common import HERE, Help, Parser, UserError, command
 from spec_decode import against_transformers
 from spec_drafts import table as draft_table
+from spec_drafts import verdict as draft_verdict
 from spec_precondition import NEARLY_FREE, cost_table
 from spec_tables import fixed, markdown_table
 
@@ -92,7 +93,7 @@ def figures() -> dict[str, str]:
         "drafts": "; ".join(f"{draft['draft']} {draft['speedup']:.2f}x (alpha {draft['alpha'] or 0:.2f}, c {draft['c']:.2f})" for draft in ranked),
         "machine": machine(bench, drafts), "costs": cost_table(cost["rows"], False), "passes": passes(cost),
         "sweep": sweep_table(cells["k"], False), "workloads": workload_table(cells["workload"], False),
-        "draft_table": draft_table(drafts["summary"]["drafts"], False), "versus": against_transformers(row), "not_pay": not_pay(bench, drafts),
+        "draft_table": draft_table(drafts["summary"]["drafts"], False), "bigger": draft_verdict(drafts["summary"]["drafts"]), "versus": against_transformers(row), "not_pay": not_pay(bench, drafts),
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from spec_costs import measured_costs
 from spec_options import add_task_options, check_prompts, fill_pair, make_task
 from spec_pairs import form, load_pair
 from spec_pass import forward, new_cache
-from spec_policy import POLICIES, THRESHOLD, FixedK, make_policy
+from spec_policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, FixedK, make_policy
 from spec_results import ResultFile, environment, settings
 from spec_tables import fixed, markdown_table, percent, progress
 from spec_theory import cost_speedup, interpolated
@@ -29,7 +29,6 @@ from workloads import WORKLOADS
 
 KS = (1, 2, 3, 4, 5, 6, 8)
 CLOSE = 0.97  # of the best fixed k's speed: as near as the claim asks
-OVERHEAD = 0.02  # of a target pass: what the loop itself is taken to cost a round, before it has been measured
 PLAIN, AGAIN = "alone", "alone again"
 
 
@@ -41,7 +40,7 @@ def policy_arms(args, costs: dict) -> dict:
     v = interpolated({int(n): cost for n, cost in costs["v"].items()})
     arms = {f"k = {k}": (k, lambda k=k: FixedK(k)) for k in args.ks}
     for name in POLICIES[1:]:
-        arms[name] = (args.k, lambda name=name: make_policy(name, args.k, costs["c"], v, args.confidence, OVERHEAD))
+        arms[name] = (args.k, lambda name=name: make_policy(name, args.k, costs["c"], v, args.confidence, LOOP_OVERHEAD))
     return arms
 
 
@@ -114,7 +113,7 @@ def oracle_speedup(runs: list[int], k: int, costs: dict) -> float:
     left = [0.0] * (n + 1)
     for place in range(n - 1, -1, -1):
         blocks = range(min(runs[place], k, n - place - 1) + 1)
-        left[place] = min(m * costs["c"] + v(m + 1) + OVERHEAD + left[place + m + 1] for m in blocks)
+        left[place] = min(m * costs["c"] + v(m + 1) + LOOP_OVERHEAD + left[place + m + 1] for m in blocks)
     return n / left[0]
 
 

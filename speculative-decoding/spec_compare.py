@@ -253,7 +253,7 @@ def predict(task: Task, counted: dict, costs: dict) -> dict:
     comes from the watched run.
     """
     extra = ESSAY_ROUND[task.loop] if task.k else 0
-    closed = None if counted["alpha"] is None else leviathan_speedup(counted["alpha"], costs["c"], task.k, task.k + extra)
+    closed = None if counted["alpha"] is None or task.policy is not fixed_k else leviathan_speedup(counted["alpha"], costs["c"], task.k, task.k + extra)
     verified = [length + 1 for length in counted["proposed_lengths"]]
     v = interpolated({int(n): cost for n, cost in costs["v"].items()})
     overhead = counted["overhead_s"] / counted["target_passes"] / costs["target_pass_s"]
@@ -311,21 +311,30 @@ def failed_row(task: Task, error: Exception) -> dict:
             "mismatch": report, "error": first_line(error)}  # fmt: skip
 
 
-def cell(file, task: Task, args, where: dict, costs: dict | None = None, more_arms: dict | None = None) -> dict:
+def recorded(file, task: Task, where: dict, measure: Callable[[], dict]) -> dict:
     """The row of one cell of a sweep: the file's if it has it, else measured and added. `where` names the cell.
 
-    A cell that runs out of memory is recorded and the sweep goes on. A Mismatch, or logits that are
+    A cell that runs out of memory is recorded and the sweep goes on. A claim that failed, or logits that are
     not finite, are recorded and raised: they fail the run.
     """
     if found := file.find(**where):
         return found
     try:
-        row, counting = compare(task, args.repeats, args.warmup, args.allow_near_ties, costs, more_arms)
-        return file.add({**where, **row, "tokens": counting.tokens, "proposals": counting.proposals})
-    except (Mismatch, UserError) as error:
+        return file.add({**where, **measure()})
+    except (ClaimFailed, UserError) as error:
         file.add({**where, **failed_row(task, error)})
         raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return file.add({**where, **failed_row(task, error)})
+
+
+def cell(file, task: Task, args, where: dict, costs: dict | None = None, more_arms: dict | None = None) -> dict:
+    """The row of one cell that `compare` measures, as `recorded`."""
+
+    def measure() -> dict:
+        row, counting = compare(task, args.repeats, args.warmup, args.allow_near_ties, costs, more_arms)
+        return {**row, "tokens": counting.tokens, "proposals": counting.proposals}
+
+    return recorded(file, task, where, measure)

@@ -112,7 +112,7 @@ def costs_of(seconds: dict) -> dict:
 def measured_costs(target, draft, context: int, ks: list[int], limit: int | None) -> dict:
     """The part of a result row that says what passes cost at that context, for predicting the k in `ks`."""
     context, sizes = within(context, sorted({1, 2, *(k + 1 for k in ks)}), limit)
-    ids = random_ids([target, draft], context + sizes[-1] + DRAFT_PASSES)
+    ids = random_ids([model for model in (target, draft) if model is not None], context + sizes[-1] + DRAFT_PASSES)
     seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP)
     return {"context": context, **costs_of(seconds), "seconds": seconds, "failed": failed, "error": None}
 

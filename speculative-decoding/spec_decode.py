@@ -16,8 +16,19 @@ import sys
 
 from spec_common import FEWEST_PAIRS, ClaimFailed, at_least, command, dtype_name, make_parser, ratio_summary, say, set_up
 from spec_compare import cell
+from spec_costs import measured_costs
 from spec_essay import essay_decode, is_essay_pair
-from spec_options import add_prompt_options, add_task_options, check_prompts, chosen_prompts, fill_pair, make_task
+from spec_options import (
+    add_policy_options,
+    add_prompt_options,
+    add_task_options,
+    check_policy,
+    check_prompts,
+    chosen_prompts,
+    fill_pair,
+    make_task,
+    with_policy,
+)
 from spec_pairs import PAIRS, form, load_pair
 from spec_reference import overridden, reference_arms
 from spec_results import ResultFile, environment, settings
@@ -115,13 +126,24 @@ def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
+def costs_row(file: ResultFile, target, draft, task) -> dict:
+    """What passes cost at the middle of the first text, for the policy that asks: a row of the file."""
+    if found := file.find(part="costs"):
+        return found
+    return file.add(
+        {"part": "costs", **measured_costs(target.model, draft.model, task.prompt.shape[1] + task.n_tokens // 2, [task.k], task.limit)}
+    )
+
+
 def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, device) -> list[dict]:
     """Measure every prompt not yet in the file. Returns their rows."""
     rows = []
     for name, text in prompts:
         task = make_task(args, target, draft, text, args.k, device)
         say(f"{name}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ...")
-        rows.append(cell(file, task, args, {"workload": name}, more_arms=reference_arms(task) if args.vs_transformers else {}))
+        costs = costs_row(file, target, draft, task) if args.k_policy == "cost" else None
+        arms = reference_arms(task) if args.vs_transformers else {}
+        rows.append(cell(file, with_policy(args, task, costs), args, {"workload": name}, costs, arms))
     return rows
 
 
@@ -159,6 +181,7 @@ def parse_args(argv):
     parser = make_parser(__doc__, "spec_decode", resume=True)
     add_task_options(parser)
     add_prompt_options(parser)
+    add_policy_options(parser)
     parser.add_argument("-k", "--k", type=at_least(0, 1024), default=5, help="guesses a round; 0 is plain decoding")
     parser.add_argument("--self-draft", action="store_true", help="the target drafts for itself: acceptance must be 100 %%")
     parser.add_argument("--show", action="store_true", help="print the text round by round")
@@ -170,6 +193,7 @@ def parse_args(argv):
 def main(argv=None) -> int:
     args = parse_args(argv)
     device, dtype = set_up(args)
+    check_policy(args)
     prompts = chosen_prompts(args)
     if args.self_draft:
         args.target = PAIRS[args.pair][0] if args.target is None else args.target

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from spec_checks import check_room, context_limit, end_ids, prompt_ids
-from spec_common import UserError, at_least, reachable
+from spec_common import UserError, at_least, fraction, reachable
 from spec_compare import Task
 from spec_loop import LOOPS
 from spec_pairs import DRAFT_PASSES, PAIRS
+from spec_policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
+from spec_theory import interpolated
 from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
 
 
@@ -51,9 +54,33 @@ def add_decoding_options(parser) -> None:
     )
 
 
-def add_prompt_options(parser) -> None:
+def add_policy_options(parser) -> None:
+    """How far to look ahead; -k is then the most that a round may ask for."""
+    parser.add_argument(
+        "--k-policy", choices=POLICIES, default="fixed",
+        help="fixed: k every round; heuristic: +2 / -1; confidence: stop after a guess the draft doubts; cost: from measured costs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--confidence", type=fraction, default=THRESHOLD, help="of --k-policy confidence: it stops after a less likely guess"
+    )
+
+
+def check_policy(args) -> None:
+    if args.k_policy != "fixed" and args.loop == "essay":
+        raise UserError("--k-policy: --loop essay always drafts a full k; leave one of them out")
+
+
+def with_policy(args, task: Task, costs: dict | None) -> Task:
+    """The task under the policy asked for; `costs` as spec_costs measures them, which only 'cost' looks at."""
+    if args.k_policy == "fixed":
+        return task
+    c, v = (costs["c"] or 0.0, interpolated({int(n): cost for n, cost in costs["v"].items()})) if costs else (0.0, None)
+    return replace(task, policy=lambda one: make_policy(args.k_policy, one.k, c, v, args.confidence, LOOP_OVERHEAD))
+
+
+def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WORKLOAD) -> None:
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--workload", default=DEFAULT_WORKLOAD, help=f"one of: {', '.join(WORKLOADS)}")
+    group.add_argument("--workload", default=default, help=f"one of: {', '.join(names)}")
     group.add_argument("--prompt", help="a prompt of your own")
     group.add_argument("--prompt-file", type=Path, help="a text file (one prompt) or a .jsonl (one a line: a string, or prompt/text/turns)")
     parser.add_argument("--limit", type=at_least(1), help="no more than that many prompts of the file")
@@ -100,11 +127,13 @@ def check_prompts(args, target, drafts: list, prompts: list[tuple[str, str]], k:
 
 
 def make_task(args, target, draft, text: str, k: int, device) -> Task:
-    """The task of one prompt, everything about it checked. Raises UserError."""
+    """The task of one prompt, everything about it checked; `draft` is None where no model drafts. Raises UserError."""
     prompt = prompt_ids(target, text, args.chat, device)
-    for model in (target, draft):
+    models = [target] if draft is None else [target, draft]
+    for model in models:
         check_room(model, prompt.shape[1], args.n_tokens, "--n-tokens")
-    limits = [limit for limit in map(context_limit, (target.model, draft.model)) if limit is not None]
+    limits = [limit for limit in (context_limit(model.model) for model in models) if limit is not None]
     ends = end_ids(target.model) if args.stop_at_eos else frozenset()
     limit = min(limits, default=None)
-    return Task(target.model, draft.model, prompt, args.n_tokens, k, args.loop, ends, limit, draft.plain)
+    drafting = (None, None) if draft is None else (draft.model, draft.plain)
+    return Task(target.model, drafting[0], prompt, args.n_tokens, k, args.loop, ends, limit, drafting[1])

@@ -17,6 +17,7 @@ PRIOR_ALPHA, PRIOR_WEIGHT = 0.7, 3.0  # an opinion worth three judged guesses, b
 # distilled draft is more often right than it is sure, the more so the further its block has come. The running offset, one
 # step of online logistic regression a judged guess, corrects them for other drafts and texts.
 AT_FIRST, A_PLACE, LAST_PLACE, MOST_OFFSET = 0.6, 0.3, 4, 3.0
+LOOP_OVERHEAD = 0.02  # of a target pass: what the loop itself is taken to cost a round
 PROBE_EVERY = 16  # rounds: while nothing is guessed nothing is learnt, so look whether that is still right
 
 

@@ -83,6 +83,16 @@ def assistant_config(k: int) -> GenerationConfig:
     )
 
 
+def generated(task: Task, streamer: RoundLengths | None, **options) -> tuple[tuple[Decoded, float], float]:
+    """One greedy `generate` with those further options. Returns as `run_generate`."""
+    with generation_config(task.target, plain_config(task.n_tokens, task.ends)):
+        write = partial(task.target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options)
+        written, seconds = timed(write, task.device)
+    rounds = streamer.rounds if streamer else []
+    done = Decoded(tokens=written[0, task.prompt.shape[1] :].tolist(), emitted=rounds, target_passes=len(rounds))
+    return (done, 0.0), seconds
+
+
 def run_generate(task: Task, assisted: bool, streamer: RoundLengths | None = None) -> tuple[tuple[Decoded, float], float]:
     """One `generate`, its own prefill included. Returns ((Decoded, 0.0), seconds), as the arms of spec_compare do; the
     rounds are counted where a streamer listens, which timed runs leave out."""
@@ -90,16 +100,8 @@ def run_generate(task: Task, assisted: bool, streamer: RoundLengths | None = Non
     draft = task.draft if task.plain_draft is None else task.plain_draft
     draft = copy.copy(draft) if draft is task.target else draft
     options = {"assistant_model": draft} if assisted else {}
-    with (
-        generation_config(task.target, plain_config(task.n_tokens, task.ends)),
-        generation_config(draft, assistant_config(task.k)),
-        same_width(draft, task.target),
-    ):
-        write = partial(task.target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options)
-        written, seconds = timed(write, task.device)
-    rounds = streamer.rounds if streamer else []
-    done = Decoded(tokens=written[0, task.prompt.shape[1] :].tolist(), emitted=rounds, target_passes=len(rounds))
-    return (done, 0.0), seconds
+    with generation_config(draft, assistant_config(task.k)), same_width(draft, task.target):
+        return generated(task, streamer, **options)
 
 
 def check_rounds(task: Task, lengths: list[int]) -> None:
@@ -127,3 +129,17 @@ def reference_arms(task: Task) -> dict:
         return arms
     check_rounds(task, counted.emitted)
     return {**arms, "assisted": lambda: run_generate(task, assisted=True)}
+
+
+def run_prompt_lookup(task: Task, ngram_max: int, streamer: RoundLengths | None = None) -> tuple[tuple[Decoded, float], float]:
+    """One `generate` that guesses by prompt look-up, at the same k, with n-grams of `ngram_max` down to 1. Returns as `run_generate`."""
+    return generated(task, streamer, prompt_lookup_num_tokens=task.k, max_matching_ngram_size=ngram_max)
+
+
+def prompt_lookup_rounds(task: Task, ngram_max: int) -> list[int] | None:
+    """The tokens that each round of it writes; None where `generate` cannot run it on that model."""
+    try:
+        return run_prompt_lookup(task, ngram_max, RoundLengths())[0][0].emitted
+    except (IndexError, ValueError, RuntimeError, MemoryError) as error:
+        say(f"generate's prompt look-up is left out: transformers cannot run it on this model ({first_line(error)})")
+        return None

@@ -11,7 +11,7 @@ import spec_adaptive
 import tiny
 from spec_adaptive import oracle_speedup, right_guesses
 from spec_compare import run_speculative
-from spec_policy import FORGET, POLICIES, PROBE_EVERY, Confidence, Cost, FixedK, Schedule, make_policy
+from spec_policy import FORGET, LOOP_OVERHEAD, POLICIES, PROBE_EVERY, Confidence, Cost, FixedK, Schedule, make_policy
 from spec_theory import best_k, interpolated
 
 TARGET = tiny.llama()
@@ -131,7 +131,7 @@ def test_the_oracle_is_no_worse_than_any_fixed_k():
         ideal = oracle_speedup(right_guesses(task, plain.tokens), 8, costs)
         for k in range(9):
             (done, _), _ = run_speculative(replace(task, k=k, policy=lambda _, k=k: FixedK(k)))
-            spent = done.draft_passes * 0.1 + sum(v(len(g) + 1) + spec_adaptive.OVERHEAD for g in done.proposals)
+            spent = done.draft_passes * 0.1 + sum(v(len(g) + 1) + LOOP_OVERHEAD for g in done.proposals)
             assert 40 / spent <= ideal + 1e-9
 
 
@@ -139,7 +139,7 @@ def test_the_oracle_keeps_no_guess_that_is_wrong():
     wrong = tiny.task(TARGET, DRAFTS["wrong"], n=20)
     (plain, _), _ = run_speculative(wrong)
     assert oracle_speedup(right_guesses(wrong, plain.tokens), 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1}) == pytest.approx(
-        1 / (1 + spec_adaptive.OVERHEAD)
+        1 / (1 + LOOP_OVERHEAD)
     )
 
 
