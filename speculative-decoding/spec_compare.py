@@ -253,7 +253,11 @@ def predict(task: Task, counted: dict, costs: dict) -> dict:
     comes from the watched run.
     """
     extra = ESSAY_ROUND[task.loop] if task.k else 0
-    closed = None if counted["alpha"] is None or task.policy is not fixed_k else leviathan_speedup(counted["alpha"], costs["c"], task.k, task.k + extra)
+    closed = (
+        None
+        if counted["alpha"] is None or task.policy is not fixed_k
+        else leviathan_speedup(counted["alpha"], costs["c"], task.k, task.k + extra)
+    )
     verified = [length + 1 for length in counted["proposed_lengths"]]
     v = interpolated({int(n): cost for n, cost in costs["v"].items()})
     overhead = counted["overhead_s"] / counted["target_passes"] / costs["target_pass_s"]

@@ -1,0 +1,115 @@
+"""The accept rule of sampling: a guess stands with probability min(1, target / draft), and the text keeps the target's law.
+
+Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318). It is lossless where the draft's law is
+the very one the guess was drawn from; temperature, top-k and top-p need not be the same on both sides. All randomness goes
+through one object, so that a test can put every outcome in its place and add up the exact law of what is written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spec_pass import top_tokens
+from spec_rules import Choice, Verdict
+
+WIDE = {"mps": torch.float32}  # what probabilities are added up in: float64, which Apple's GPU has not
+
+
+class Chance:
+    """All that is random in a run, from one seed; it never touches torch's own generator, nor is touched by it."""
+
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def uniform(self) -> float:
+        """From 0 up to, never at, 1, in steps of 2**-53."""
+        return torch.rand((), generator=self.generator, dtype=torch.float64).item()
+
+    def bernoulli(self, probability: float) -> bool:
+        """Strictly below: an id of probability 0 is not accepted even where the number drawn is 0."""
+        return self.uniform() < probability
+
+    def categorical(self, probs: torch.Tensor) -> torch.Tensor:
+        """An id (1,) from probs (vocabulary,), on its device, without waiting for it. By the inverse of the cumulative law.
+
+        Never an id of probability 0. From NaN it gives id 0 and does not raise: the loop's own test of finiteness follows.
+        """
+        cumulative, possible = probs.to(WIDE.get(probs.device.type, torch.float64)).cumsum(0), probs > 0
+        past = cumulative > self.uniform() * cumulative[-1]
+        # The first maximum: the first possible id past the number drawn, or a possible one where rounding left none past it
+        # (in float32 the number drawn can become 1; on a GPU a cumulative sum need not rise everywhere).
+        return (possible.int() + (possible & past).int()).argmax(0, keepdim=True)
+
+
+def nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Of probs (n, vocabulary) the fewest ids whose probabilities reach `top_p`, normalised; of equal ids the lower first."""
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    ordered = ordered.masked_fill(before >= top_p, 0)
+    return torch.zeros_like(probs).scatter_(-1, ids, ordered / ordered.sum(-1, keepdim=True))
+
+
+def acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor | None, guess: int) -> float:
+    """min(1, target / draft) at the guess; the draft's law (vocabulary,) is None for a guess that was certain."""
+    target, draft = float(target_probs[guess]), 1.0 if draft_probs is None else float(draft_probs[guess])
+    return target / draft if target < draft else float(target > 0)
+
+
+def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor | None, guess: int) -> torch.Tensor:
+    """What a rejected guess is replaced from, (vocabulary,): max(target - draft, 0), normalised.
+
+    Where the two laws differ by rounding alone nothing is left to normalise, and the target's own law is taken: a guess is
+    rejected there no more often than the sum that vanishes, so the text's law moves by less than a unit of rounding.
+    """
+    if draft_probs is None:
+        rest = target_probs.clone()
+        rest[guess] = 0
+    else:
+        rest = (target_probs - draft_probs).clamp(min=0)
+    total = float(rest.sum())
+    return rest / total if torch.finfo(rest.dtype).eps < total < float("inf") else target_probs
+
+
+def overlap(target_probs: torch.Tensor, draft_probs: torch.Tensor | None, guess: int) -> float:
+    """The chance that a guess is accepted, before it is drawn: sum of min(target, draft). Leviathan et al., theorem 3.5."""
+    return float(target_probs[guess] if draft_probs is None else torch.minimum(target_probs, draft_probs).sum())
+
+
+class Sampled:
+    """Draws from the processed law: temperature, then top-k, then top-p; temperature 0 is greedy. `chance` as Chance."""
+
+    def __init__(self, temperature: float, top_k: int, top_p: float, chance):
+        """`temperature` 0 or more; `top_k` 0: all ids, ties at its edge are kept; `top_p` above 0, up to 1: all ids."""
+        self.temperature, self.top_k, self.top_p, self.chance = temperature, top_k, top_p, chance
+
+    def law(self, logits: torch.Tensor) -> torch.Tensor:
+        """(n, vocabulary) logits to probabilities, in float32, or float64 where the logits are."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter_(-1, top_tokens(logits)[0][..., None], 1)
+        # The best logit becomes 0 first, so that no temperature, however low, can divide it to infinity.
+        lowest = torch.finfo(logits.dtype).tiny
+        scaled = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, lowest)
+        if 0 < self.top_k < logits.shape[-1]:
+            least = scaled.topk(self.top_k).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < least, -float("inf"))
+        probs = scaled.softmax(-1)
+        return probs if self.top_p == 1 else nucleus(probs, self.top_p)
+
+    def choose(self, logits: torch.Tensor, vocabulary: int | None = None) -> Choice:
+        """One id from logits (1, vocabulary), and the law it was drawn from; ids from `vocabulary` up are never drawn."""
+        token, top = top_tokens(logits, vocabulary)
+        if self.temperature == 0:
+            return Choice(token, top, None)
+        law = self.law(logits[..., :vocabulary])[0]
+        return Choice(self.chance.categorical(law), top, law)
+
+    def judge(self, logits: torch.Tensor, guesses: list[int], laws: list) -> Verdict:
+        """`logits` (k+1, vocabulary): row j judges guess j, drawn from laws[j] over the same ids (None: it was certain).
+        The first rejected is replaced from the residual and ends the block; after k accepted the last row gives one more."""
+        probs, tops = self.law(logits), top_tokens(logits)[1].tolist()
+        for place, (guess, law) in enumerate(zip(guesses, laws, strict=True)):
+            if not self.chance.bernoulli(acceptance(probs[place], law, guess)):
+                rest = residual(probs[place], law, guess)
+                return Verdict([*guesses[:place], int(self.chance.categorical(rest))], place, tops)
+        return Verdict([*guesses, int(self.chance.categorical(probs[-1]))], len(guesses), tops)
