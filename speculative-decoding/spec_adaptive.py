@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from spec_common import at_least, command, dtype_name, fraction, interleave, make_parser, ratio_summary, set_up, whole_list
+from spec_common import FEWEST_PAIRS, at_least, command, dtype_name, fraction, interleave, make_parser, ratio_summary, set_up, whole_list
 from spec_compare import Task, check_exact, counts, run_baseline, run_speculative, watched
 from spec_costs import measured_costs
 from spec_options import add_task_options, check_prompts, fill_pair, make_task
@@ -51,18 +51,17 @@ def run_requests(tasks: dict[str, Task], k: int, make, watching: bool = False) -
     return {name: watched(run_speculative, task) if watching else run_speculative(task) for name, task in written.items()}
 
 
-def counted(tasks: dict[str, Task], expected: dict, arms: dict, costs: dict, allow_near_ties: bool) -> list[dict]:
-    """One watched run of every arm, checked: its counters by text, and the speedup that they and the costs predict."""
+def counted(tasks: dict[str, Task], expected: dict, arm: str, k: int, make, costs: dict, allow_near_ties: bool) -> list[dict]:
+    """One watched run of an arm, checked: its counters by text, and the speedup that they and the costs predict."""
     v, rows = interpolated({int(n): cost for n, cost in costs["v"].items()}), []
-    for arm, (k, make) in arms.items():
-        for text, (done, _, watch) in run_requests(tasks, k, make, watching=True).items():
-            check_exact(tasks[text], arm, expected[text], done.tokens, allow_near_ties)
-            row = counts(replace(tasks[text], k=k), done)
-            spent = sum(seconds for _, seconds, _ in watch.laps) - sum(watch.seconds("draft")) - sum(watch.seconds("verify"))
-            overhead = spent / done.target_passes / costs["target_pass_s"]
-            verified = [length + 1 for length in row["proposed_lengths"]]
-            predicted = cost_speedup(row["emitted"], row["draft_passes"], verified, costs["c"], v, overhead)
-            rows.append({"part": "counts", "arm": arm, "text": text, **row, "predicted": predicted, "error": None})
+    for text, (done, _, watch) in run_requests(tasks, k, make, watching=True).items():
+        check_exact(tasks[text], arm, expected[text], done.tokens, allow_near_ties)
+        row = counts(replace(tasks[text], k=k), done)
+        spent = sum(seconds for _, seconds, _ in watch.laps) - sum(watch.seconds("draft")) - sum(watch.seconds("verify"))
+        overhead = spent / done.target_passes / costs["target_pass_s"]
+        verified = [length + 1 for length in row["proposed_lengths"]]
+        predicted = cost_speedup(row["emitted"], row["draft_passes"], verified, costs["c"], v, overhead)
+        rows.append({"part": "counts", "arm": arm, "text": text, **row, "predicted": predicted, "error": None})
     return rows
 
 
@@ -156,6 +155,9 @@ def against_fixed(file: ResultFile, rows: list[dict], arm: str, text: str, texts
 
 
 def verdict(file: ResultFile, rows: list[dict], texts: list[str]) -> str:
+    pairs = sum(row.get("part") == "turn" for row in file.rows)
+    if pairs < FEWEST_PAIRS:
+        return f"too few turns for a verdict ({pairs}); take --repeats {FEWEST_PAIRS} or more"
     lines, missed = [], []
     for text in ["all", *texts]:
         best, share = against_fixed(file, rows, "cost", text, texts)
@@ -202,9 +204,13 @@ def run(args, tasks: dict[str, Task], file: ResultFile) -> list[dict]:
     )
     arms = policy_arms(args, costs)
     expected = {name: run_baseline(task)[0][0].tokens for name, task in tasks.items()}
-    if not file.find(part="counts"):
-        for row in counted(tasks, expected, arms, costs, args.allow_near_ties):
-            file.add(row)
+    for arm, (k, make) in arms.items():
+        missing = [text for text in tasks if not file.find(part="counts", arm=arm, text=text)]
+        if missing:  # a policy learns from text to text, so all of them are run again
+            rows = counted(tasks, expected, arm, k, make, costs, args.allow_near_ties)
+            for row in rows:
+                if row["text"] in missing:
+                    file.add(row)
     for number in progress(list(range(args.repeats)), "turns"):
         if not file.find(part="turn", turn=number):
             file.add(turn(tasks, expected, arms, number, args.warmup if number == 0 else 0, args.allow_near_ties))

@@ -161,7 +161,7 @@ def test_guesses_behind_a_wrong_one_were_never_judged():
 def small(target_folder, draft_folder, results, monkeypatch):
     monkeypatch.setattr(spec_adaptive, "WORKLOADS", {"one": "w1 w5 w9", "two": "w2 w2 w3"})
     pair = ["--target", target_folder, "--draft", draft_folder, "--results", str(results)]
-    return [*pair, "--n-tokens", "12", "--ks", "1,3", "-k", "4", "--repeats", "2", "--warmup", "0", "--threads", "1"]
+    return [*pair, "--n-tokens", "12", "--ks", "1,3", "-k", "4", "--repeats", "3", "--warmup", "0", "--threads", "1"]
 
 
 def test_the_script_compares_every_policy_and_goes_on_where_it_was(small, results, capsys):
@@ -174,6 +174,19 @@ def test_the_script_compares_every_policy_and_goes_on_where_it_was(small, result
     assert "the claim" in out and all(arm in out for arm in every)
     assert spec_adaptive.main([*small, "--resume"]) == 0
     assert json.loads(results.read_text())["rows"] == document["rows"], "nothing is measured twice"
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 4, 9])
+def test_a_sweep_that_was_killed_anywhere_is_finished(small, results, kept, capsys):
+    small[small.index("--repeats") + 1] = "1"
+    assert spec_adaptive.main(small) == 0
+    document = json.loads(results.read_text())
+    whole = [(row["part"], row.get("arm"), row.get("text"), row.get("turn")) for row in document["rows"]]
+    results.write_text(json.dumps({**document, "rows": document["rows"][:kept], "status": "running", "summary": {}}))
+    assert spec_adaptive.main([*small, "--resume"]) == 0
+    rows = json.loads(results.read_text())["rows"]
+    assert sorted(map(str, whole)) == sorted(str((row["part"], row.get("arm"), row.get("text"), row.get("turn"))) for row in rows)
+    assert "too few turns" in capsys.readouterr().out
 
 
 def test_a_text_that_is_not_the_targets_own_fails_the_run(small, monkeypatch, capsys):
