@@ -16,13 +16,14 @@ from dataclasses import replace
 import torch
 
 from spec_common import FEWEST_PAIRS, at_least, command, dtype_name, fraction, interleave, make_parser, ratio_summary, set_up, whole_list
-from spec_compare import Task, check_exact, counts, run_baseline, run_speculative, watched
+from spec_compare import Task, check_exact, counts, model_drafter, run_baseline, run_speculative, watched
 from spec_costs import measured_costs
 from spec_options import add_task_options, check_prompts, fill_pair, make_task
 from spec_pairs import form, load_pair
-from spec_pass import forward, new_cache
+from spec_pass import forward, new_cache, top_tokens
 from spec_policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, FixedK, make_policy
 from spec_results import ResultFile, environment, settings
+from spec_rules import Greedy
 from spec_tables import fixed, markdown_table, percent, progress
 from spec_theory import cost_speedup, interpolated
 from workloads import WORKLOADS
@@ -95,13 +96,17 @@ def turn(tasks: dict[str, Task], expected: dict, arms: dict, number: int, warmup
 @torch.inference_mode()
 def right_guesses(task: Task, tokens: list[int]) -> list[int]:
     """How many guesses in a row the draft would get right at every place of the text, were it asked there."""
-    ids = torch.cat([task.prompt, task.prompt.new_tensor([tokens])], dim=1)
-    logits = forward(task.draft, ids[:, :-1], new_cache(task.draft), len(tokens))[0]
-    kept = getattr(task.draft.get_output_embeddings(), "kept", None)
-    guesses = logits.argmax(-1) if kept is None else kept[logits.argmax(-1)]
-    runs = [0]
-    for guess, token in zip(reversed(guesses.tolist()), reversed(tokens), strict=True):
-        runs.append(runs[-1] + 1 if guess == token else 0)
+    text = [*task.prompt[0].tolist(), *tokens]
+    drafter = model_drafter(task, Greedy())
+    readable = next((place for place, token in enumerate(text) if token >= drafter.rows), len(text) - 1)  # silent from there on
+    places, runs = readable - task.prompt.shape[1] + 1, [0]
+    guesses = []
+    if places > 0:
+        logits = forward(task.draft, task.prompt.new_tensor([text[:readable]]), new_cache(task.draft), places)[0]
+        choices, _ = top_tokens(logits, drafter.vocabulary)
+        guesses = (choices if drafter.kept is None else drafter.kept[choices]).tolist()
+    for place in range(len(tokens) - 1, -1, -1):
+        runs.append(runs[-1] + 1 if place < places and guesses[place] == tokens[place] else 0)
     return runs[:0:-1]
 
 

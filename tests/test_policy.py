@@ -122,6 +122,18 @@ def test_the_oracle_knows_where_the_draft_is_right():
         place += emitted
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(176, 160), (160, 176)])
+def test_the_oracle_takes_padded_tables(ours, theirs):
+    """Ids that the draft cannot read silence it; ids that the target lacks it never says."""
+    task = tiny.task(tiny.qwen2(vocab_size=ours), tiny.qwen2(seed=1, vocab_size=theirs), n=40, k=4)
+    (done, _), _ = run_speculative(task)
+    runs, place = right_guesses(task, done.tokens), 0
+    for guesses, kept, emitted in zip(done.proposals, done.accepted, done.emitted, strict=True):
+        assert min(runs[place], len(guesses)) == kept
+        assert guesses or not runs[place] or place + 1 == len(done.tokens)
+        place += emitted
+
+
 def test_the_oracle_is_no_worse_than_any_fixed_k():
     costs = {"v": {"1": 1.0, "2": 1.05, "9": 1.4}, "c": 0.1}
     v = interpolated({1: 1.0, 2: 1.05, 9: 1.4})
