@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_prompts import HELD_OUT, KINDS, SHORTEST, training_prompts
-from spec_common import Help, Parser
+from spec_common import Help, Parser, at_least, command
 from workloads import WORKLOADS
 
 RUN = 12  # ids in a row that a training row may not share with a reported prompt: about eight words
@@ -244,13 +244,14 @@ def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
     parser.add_argument("--target", required=True, help="folder of the target")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the shards; those that are there are kept")
-    parser.add_argument("--shards", type=int, default=20, help="shards wanted in the folder")
-    parser.add_argument("--rows", type=int, default=256, help="rows a shard, in batches of 128")
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="tokens continued a row")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the arithmetic")
+    parser.add_argument("--shards", type=at_least(1), default=20, help="shards wanted in the folder")
+    parser.add_argument("--rows", type=at_least(1), default=256, help="rows a shard, in batches of 128")
+    parser.add_argument("--new-tokens", type=at_least(1), default=NEW_TOKENS, help="tokens continued a row")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="threads of the arithmetic")
     return parser.parse_args(argv)
 
 
+@command
 def main(argv=None):
     args = parse_args(argv)
     torch.set_num_threads(args.threads)

@@ -221,6 +221,8 @@ def reachable(path: Path, flag: str) -> Path:
 def replaceable(path: Path) -> Path:
     """Where a result file may be written: nothing there yet, or a plain file. Raises UserError for a folder or device."""
     path = reachable(path, "--results")
+    if any(folder.exists() and not folder.is_dir() for folder in path.parents):
+        raise UserError(f"--results {path}: a file stands where a folder should be; name another place")
     if path.exists() and not path.is_file():
         raise UserError(f"--results {path}: a folder or a device, not a file that can be replaced; name a file such as results/mine.json")
     return path
@@ -272,7 +274,11 @@ def fraction(text: str) -> float:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a wrong option in one line, as every other mistake, instead of after the whole usage."""
+    """Says a wrong option in one line, as every other mistake, instead of after the whole usage; takes no shortened ones,
+    which would name another option in another script."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, allow_abbrev=False, **options)
 
     def error(self, message: str):
         self.exit(2, "error: " + " ".join(message.split())[:LONGEST_ERROR] + "; see --help\n")

@@ -8,8 +8,10 @@ own code or fused. Neither can change the text, only which guesses are made and 
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers.initialization import no_init_weights
@@ -100,6 +102,8 @@ def load_draft(target: Loaded, name: str, device, dtype, revision: str | None, t
         return cut_draft(target, name)
     if name in SHIPPED_DRAFTS:
         return shipped_draft(target, name)
+    if re.fullmatch(r"draft-\w+", name) and not Path(name).exists():
+        raise UserError(f"--draft {name}: no such draft; the repository ships {', '.join(SHIPPED_DRAFTS) or 'none'}")
     draft = load(name, "--draft", device, dtype, revision, trust)
     check_same_tokenizer(target, draft)
     return draft
@@ -108,17 +112,33 @@ def load_draft(target: Loaded, name: str, device, dtype, revision: str | None, t
 # ------------------------------------------------------------------------------------------------------------ its form
 
 
+def head_twin(model):
+    """A shallow copy of a model that shares everything with it but the way to its head: a new head of the twin is not one
+    of the original."""
+    head = model.get_output_embeddings()
+    way = next(name for name, module in model.named_modules() if module is head).split(".")[:-1]
+    twin = parent = copy.copy(model)
+    twin._modules = dict(model._modules)
+    for part in way:
+        child = copy.copy(parent._modules[part])
+        child._modules = dict(child._modules)
+        parent._modules[part] = child
+        parent = child
+    return twin
+
+
 def with_cut_head(target: Loaded, draft: Loaded, size: int, text_file) -> Loaded:
     """The draft with a head of the `size` most frequent ids; the original keeps its own. Raises UserError."""
     if draft.model is target.model:
         raise UserError("--draft-vocab: a model that drafts for itself keeps its whole head; leave the option out")
-    twin = copy.copy(draft.model)
-    twin._modules = dict(draft.model._modules)  # so that a new head of the twin is not one of the original
+    twin = head_twin(draft.model)
     rows = target.model.get_input_embeddings().weight.shape[0]
     # Random weights have no tokenizer, and need none: what the ids say does not change what a pass costs.
     ids = range(rows) if draft.tokenizer is None else frequent_ids(draft.tokenizer, text_file)
     cut_head(twin, ids, size, rows)
-    return replace(draft, model=twin)
+    kept = twin.get_output_embeddings().kept.tolist()
+    digest = hashlib.sha256(str(kept).encode()).hexdigest()[:16]  # a result file's settings hold all of `about`
+    return replace(draft, model=twin, about={**draft.about, "draft_vocab": len(kept), "draft_vocab_sha256": digest})
 
 
 def run_fused(target: Loaded, draft: Loaded, asked: str) -> bool:
@@ -132,11 +152,10 @@ def run_fused(target: Loaded, draft: Loaded, asked: str) -> bool:
 def in_form(args, target: Loaded, draft: Loaded, size: int | None) -> Loaded:
     """The draft as it will run. `size` of its head: None is the draft's own choice, 0 the whole."""
     plain, size = draft.model, draft.about.get("draft_vocab", 0) if size is None else size
-    if size:
-        draft = with_cut_head(target, draft, size, args.draft_vocab_text)
+    draft = with_cut_head(target, draft, size, args.draft_vocab_text) if size else replace(draft, about={**draft.about, "draft_vocab": 0})
     is_fused = run_fused(target, draft, args.draft_pass)
     model = fused_llama.FusedLlama(draft.model).eval() if is_fused else draft.model
-    about = {**draft.about, "draft_vocab": size, "draft_pass": "fused" if is_fused else "plain"}
+    about = {**draft.about, "draft_pass": "fused" if is_fused else "plain"}
     keeps_plain = getattr(args, "vs_transformers", False)  # what transformers' own `generate` can draft with
     return replace(draft, model=model, about=about, plain=plain if keeps_plain else None)
 

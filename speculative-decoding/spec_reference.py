@@ -18,6 +18,8 @@ from spec_common import ClaimFailed, first_line, say, timed
 from spec_compare import Task, run_speculative
 from spec_loop import Decoded
 
+NO_PAD = -1  # no text holds it: from a real id transformers would infer a mask that hides it from the assistant
+
 
 class RoundLengths:
     """A streamer that notes how many tokens each put() brings: first the prompt, then a round at a time."""
@@ -39,7 +41,7 @@ class RoundLengths:
 def plain_config(n_tokens: int, ends: frozenset[int]) -> GenerationConfig:
     """Greedy, nothing else: a checkpoint's repetition penalty or sampling would make it another method."""
     return GenerationConfig(
-        do_sample=False, num_beams=1, max_new_tokens=n_tokens, use_cache=True, eos_token_id=sorted(ends) or None, pad_token_id=0
+        do_sample=False, num_beams=1, max_new_tokens=n_tokens, use_cache=True, eos_token_id=sorted(ends) or None, pad_token_id=NO_PAD
     )
 
 
@@ -79,7 +81,7 @@ def assistant_config(k: int) -> GenerationConfig:
         assistant_ensemble_weight=None,
         do_sample=False,
         use_cache=True,
-        pad_token_id=0,
+        pad_token_id=NO_PAD,
     )
 
 

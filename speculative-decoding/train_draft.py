@@ -8,8 +8,10 @@ targets over the candidates that occur in the batch, the teacher's own choice as
     python train_draft.py --target FOLDER --data data --out draft --layers 0,1,23
 """
 
+import argparse
 import copy
 import json
+import math
 import os
 import pathlib
 import signal
@@ -18,12 +20,13 @@ import time
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_data import Shards, reported_runs
 from draft_files import build_draft, read_draft, same_target, save_draft
 from draft_prompts import KINDS, held_out_prompts
-from spec_common import Help, Parser, UserError, command
+from spec_common import Help, Parser, UserError, at_least, command, first_line
 from spec_pairs import cut_layers
 
 CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
@@ -43,7 +46,10 @@ def trainable(target, layers):
 def grow(draft, layers, path):
     """Begin from a trained draft: its layers and norm as they are, a layer that it lacks writing nothing at first, so that
     the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016). Raises UserError."""
-    states, metadata = read_draft(path)
+    try:
+        states, metadata = read_draft(path)
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise UserError(f"--grow {path.name}: not a draft file ({first_line(error)})") from error
     own = {old: f"model.layers.{place}." for place, old in enumerate(metadata["layers"])}
     if not same_target(metadata["target"], draft):
         raise UserError(f"--grow {path.name}: trained for another target than --target")
@@ -198,8 +204,10 @@ def train(args, draft, optimizer, shards, rows, progress):
     """Epochs over the shards until the budget of process CPU time (pauses do not count) or steps is spent."""
     stop, begun, spent, sums = Stop(), time.process_time(), progress["cpu_s"], {}
     draft.train()
-    while True:
+    while not stop.asked:
         shards.refresh()
+        if not shards.index:
+            raise UserError("--data: no shard with a row to train on; make some with draft_data.py")
         batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
         for batch in batches[progress["batch"] :]:
             done = max(progress["cpu_s"] / 60 / args.cpu_minutes, progress["step"] / args.steps if args.steps else 0)
@@ -222,6 +230,26 @@ def train(args, draft, optimizer, shards, rows, progress):
                 report(args, draft, rows, progress)
                 save_state(args.out / "state.pt", draft, optimizer, progress)
         progress.update(epoch=progress["epoch"] + 1, batch=0)
+    return False
+
+
+def layer_list(text):
+    """A type for argparse: layer numbers with commas between, in the order given."""
+    numbers = [at_least(0, 1000)(part) for part in text.split(",")]
+    if len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"'{text}' names a layer twice")
+    return numbers
+
+
+def minutes(text):
+    """A type for argparse: a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return number
 
 
 def parse_args(argv):
@@ -229,22 +257,22 @@ def parse_args(argv):
     parser.add_argument("--target", required=True, help="folder of the target, a Llama with a tied head")
     parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the checkpoint, the log and the draft")
-    parser.add_argument("--layers", default="0,1,23", help="the target's layers that the draft keeps, from 0")
+    parser.add_argument("--layers", type=layer_list, default=[0, 1, 23], help="the target's layers that the draft keeps, from 0")
     parser.add_argument("--grow", type=pathlib.Path, metavar="FILE", help="begin from this trained draft; it may have fewer of the layers")
-    parser.add_argument("--cpu-minutes", type=float, default=60, help="budget of process CPU time, earlier runs included")
-    parser.add_argument("--steps", type=int, default=0, help="budget of steps; 0 is none")
+    parser.add_argument("--cpu-minutes", type=minutes, default=60, help="budget of process CPU time, earlier runs included")
+    parser.add_argument("--steps", type=at_least(0, 10**9), default=0, help="budget of steps; 0 is none")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument("--warm-steps", type=int, default=50, help="steps of warm-up")
+    parser.add_argument("--warm-steps", type=at_least(1), default=50, help="steps of warm-up")
     parser.add_argument("--decay", type=float, default=0.25, help="last share of the budget, in which the rate falls to zero")
     parser.add_argument("--weight-decay", type=float, default=0.01, help="of AdamW")
-    parser.add_argument("--batch-tokens", type=int, default=1024, help="tokens a step, padding included")
-    parser.add_argument("--negatives", type=int, default=1024, help="random ids in every union of candidates")
+    parser.add_argument("--batch-tokens", type=at_least(1), default=1024, help="tokens a step, padding included")
+    parser.add_argument("--negatives", type=at_least(0), default=1024, help="random ids in every union of candidates")
     parser.add_argument("--hard", type=float, default=0.5, help="weight of the teacher's own choice")
     parser.add_argument("--state", type=float, default=1.0, help="weight of the distance between last hidden states")
     parser.add_argument("--prompt-weight", type=float, default=0.3, help="weight of a position inside a prompt (a continued one has 1)")
-    parser.add_argument("--check-every", type=int, default=300, help="steps between two held-out tables and checkpoints")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of rows and the negatives")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the arithmetic")
+    parser.add_argument("--check-every", type=at_least(1, 10**9), default=300, help="steps between two held-out tables and checkpoints")
+    parser.add_argument("--seed", type=at_least(0, 10**9), default=0, help="of the order of rows and the negatives")
+    parser.add_argument("--threads", type=at_least(1, 1024), default=1, help="threads of the arithmetic")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out; new shards join in")
     return parser.parse_args(argv)
 
@@ -276,8 +304,9 @@ def main(argv=None):
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    layers = [int(part) for part in args.layers.split(",")]
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target, layers = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval(), args.layers
+    if max(layers) >= target.config.num_hidden_layers:
+        raise UserError(f"--layers: the target has layers 0 to {target.config.num_hidden_layers - 1}")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     rows = held_out(target, tokenizer, args.data / "held_out.json")
     draft = trainable(target, layers)

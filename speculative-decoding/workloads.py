@@ -44,7 +44,10 @@ def prompt_of(record: object) -> str:
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """(name, prompt) from a file: each line of a .jsonl, else the whole text as one. Raises ValueError, OSError."""
-    text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError("not a text in UTF-8") from error
     if Path(path).suffix.lower() != ".jsonl":
         found = [(Path(path).name, text)]
     else:
@@ -54,7 +57,8 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
                 try:
                     found.append((f"{Path(path).name}:{number}", prompt_of(json.loads(line))))
                 except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from error
+                    why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                    raise ValueError(f"line {number}: {why}") from error
     if not any(prompt.strip() for _, prompt in found):
         raise ValueError("no prompt in it")
     return found

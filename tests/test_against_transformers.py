@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -21,6 +23,22 @@ def test_assisted_generation_writes_the_same_tokens_round_by_round(draft, k):
     ours = tiny.speculated(TARGET, DRAFTS[draft], n=30, k=k)
     assert theirs.tokens == ours.tokens == tiny.greedy(TARGET, tiny.PROMPT, 30)
     assert theirs.emitted == ours.emitted
+
+
+def test_no_id_of_the_text_is_hidden_from_the_assistant_as_padding():
+    """transformers infers a mask for the assistant from the pad id: id 0 is a token like any other."""
+    text = tiny.greedy(TARGET, tiny.PROMPT, 40)
+    swap = {0: text[3], text[3]: 0}
+    order = torch.tensor([swap.get(i, i) for i in range(64)])
+    models = [copy.deepcopy(model) for model in (TARGET, DRAFTS["near"])]
+    for model in models:  # the same models under other names: what was text[3] is id 0 now
+        model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data[order]
+        model.lm_head.weight.data = model.lm_head.weight.data[order]
+    prompt = [swap.get(i, i) for i in tiny.PROMPT]
+    task = tiny.task(*models, prompt=prompt, n=40, k=4)
+    assert 0 in tiny.greedy(models[0], prompt, 40)
+    (theirs, _), _ = run_generate(task, assisted=True, streamer=RoundLengths())
+    assert theirs.emitted == tiny.speculated(*models, prompt=prompt, n=40, k=4).emitted
 
 
 @pytest.mark.parametrize("loop", LOOPS)

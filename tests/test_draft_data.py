@@ -1,15 +1,19 @@
 """Teacher data: the fast teacher is the target, rows are kept whole, held-out prompts stay out."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_data import Shards, Teacher, continue_rows, shard_of
+import tiny
+import train_draft
+from draft_data import RUN, Shards, Teacher, continue_rows, reported_runs, shard_of
 from draft_prompts import HELD_OUT, KINDS, training_texts
 from train_draft import distill_loss, rate, trainable
+from workloads import WORKLOADS
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +110,46 @@ def test_held_out_prompts_share_no_seven_words_with_training(kind):
     held = set().union(*(grams(text) for texts in HELD_OUT.values() for text in texts))
     seen = set().union(*(grams(text) for seed in range(3) for text, _ in itertools.islice(training_texts(kind, seed), 300)))
     assert not held & seen
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--layers", "0,9"], "--layers: the target has layers 0 to 2"),
+        (["--layers", "0,0"], "--layers"),
+        (["--cpu-minutes", "0"], "--cpu-minutes"),
+        (["--cpu-minutes", "nan"], "--cpu-minutes"),
+        (["--batch-tokens", "-1"], "--batch-tokens"),
+        (["--grow", "README.md"], "--grow README.md: "),
+        ([], "--data: no shard with a row"),
+    ],
+)
+def test_a_mistake_in_training_is_one_line(wrong, words, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_draft, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _: None))
+    monkeypatch.setattr(train_draft, "held_out", lambda *_: [])
+    monkeypatch.setattr(train_draft, "reported_runs", lambda _: set())
+    (tmp_path / "README.md").write_text("no draft")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    try:
+        code = train_draft.main(["--target", str(folder), "--data", "data", "--out", "out", "--layers", "0,2", *wrong])
+    except SystemExit as left:
+        code = left.code
+    err = capsys.readouterr().err.strip().splitlines()
+    assert code == 2 and err[-1].startswith("error: ") and words in err[-1]
+
+
+def test_a_row_with_a_run_of_a_reported_prompt_is_left_out(rows, tmp_path):
+    prompts, done = rows
+    save_file(shard_of(done, [len(prompt) for prompt in prompts], [0, 1, 2]), tmp_path / "shard-0.safetensors")
+    reported = {tuple(done[1][0].tolist()[2 : 2 + RUN])}
+    shards = Shards(tmp_path, 0.3, reported)
+    assert [row[1] for row in shards.index] == [0, len(done[0][0]) + len(done[1][0])] and shards.left_out == 1
+    assert shards.tokens == len(done[0][0]) + len(done[2][0])
+
+
+def test_every_workload_and_held_out_prompt_is_reported():
+    tokenizer = tiny.words()
+    texts = []
+    reported_runs(lambda text, add_special_tokens: texts.append(text) or {"input_ids": tokenizer(text)["input_ids"]})
+    assert set(WORKLOADS.values()) <= set(texts) and {text for kind in HELD_OUT.values() for text in kind} <= set(texts)

@@ -27,7 +27,7 @@ from fused_llama import FusedLlama
 from spec_checks import Loaded
 from spec_common import UserError
 from spec_loop import LOOPS
-from spec_pairs import cut_draft, cut_layers, in_form, run_fused, with_cut_head
+from spec_pairs import cut_draft, cut_layers, head_twin, in_form, run_fused, with_cut_head
 from spec_reference import reference_arms
 from train_draft import grow, trainable
 
@@ -190,7 +190,7 @@ def test_a_draft_brings_its_own_size_of_head_unless_another_is_asked_for(text_fi
     made = {size: in_form(options(text_file), target, draft, size) for size in (None, 0, 2, 10**6)}
     kept = {size: getattr(one.model.get_output_embeddings(), "kept", torch.tensor([])).tolist() for size, one in made.items()}
     assert kept == {None: [6, 9, 13], 0: [], 2: [6, 13], 10**6: EVERY}
-    assert [one.about["draft_vocab"] for one in made.values()] == [3, 0, 2, 10**6]
+    assert [one.about["draft_vocab"] for one in made.values()] == [3, 0, 2, len(EVERY)]
     assert all(one.about["draft_pass"] == "fused" and one.plain is None for one in made.values()) and draft.about == {"draft_vocab": 3}
 
 
@@ -271,6 +271,40 @@ def test_drafts_show_a_cut_head_beside_the_whole_one(pair, draft_folder, results
     assert list(rows) == ["draft, whole head", "draft, head 7", "cut:0, whole head", "cut:0, head 7"]
     weights = {row["draft"]: row["weights_per_pass"] for row in document["rows"] if row["part"] == "costs"}
     assert weights["draft, whole head"] - weights["draft, head 7"] == (64 - 7) * 32
+
+
+def test_a_run_does_not_go_on_with_another_head_of_the_same_size(pair, results, text_file, capsys):
+    argv = [*pair, "--prompt", "w1 w5 w9", "--draft-vocab", "4", "--draft-vocab-text", str(text_file)]
+    assert spec_decode.main(argv) == 0
+    assert spec_decode.main([*argv, "--resume"]) == 0
+    text_file.write_text("w20 w21 w22 w23")
+    assert spec_decode.main([*argv, "--resume"]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_a_head_inside_another_module_is_cut_for_the_twin_alone():
+    config = T.RobertaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        is_decoder=True,
+        initializer_range=0.4,
+    )
+    model = tiny.build(config)
+    head, ids = model.get_output_embeddings(), torch.tensor([tiny.PROMPT])
+    with torch.inference_mode():
+        before = model(ids).logits
+        twin = head_twin(model)
+        cut_head(twin, [9, 5], 2, 64)
+        assert model.get_output_embeddings() is head and torch.equal(model(ids).logits, before)
+        assert twin(ids).logits.shape[-1] == 2
+
+
+def test_a_head_larger_than_the_vocabulary_is_reported_as_what_it_is(pair, results, text_file):
+    assert spec_decode.main([*pair, "--prompt", "w1 w5", "--draft-vocab", "1000000", "--draft-vocab-text", str(text_file)]) == 0
+    assert json.loads(results.read_text())["config"]["draft"]["draft_vocab"] == 64
 
 
 @pytest.mark.parametrize("layers", [[0, 3], [0, 1, 3], [0, 1, 2, 3]])

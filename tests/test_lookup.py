@@ -380,6 +380,7 @@ def test_rounds_that_differ_from_transformers_by_the_same_rule_fail_the_run(quic
     assert spec_lookup.main(quick) == 1
     assert "prompt look-up wrote [23, 1] tokens, ours" in capsys.readouterr().out
     assert strict(results)["status"] == "failed"
+    assert spec_lookup.main([*quick, "--resume"]) == 1, "a row that failed its check fails the run that takes it up as well"
 
 
 @pytest.mark.parametrize(
