@@ -7,6 +7,7 @@ Half-precision matrices, a float32 residual stream and grouped queries over one 
     python draft_data.py --target FOLDER --out data --shards 20
 """
 
+import argparse
 import os
 import pathlib
 import random
@@ -240,9 +241,16 @@ class Shards:
         return ids, torch.cat(place), torch.cat(hidden).float(), torch.cat(top).long(), torch.cat(weight)
 
 
+def folder_of_a_model(text):
+    """A type for argparse: a folder with a model in it."""
+    if not (pathlib.Path(text) / "config.json").exists():
+        raise argparse.ArgumentTypeError(f"'{text}' is no folder of a model; embedded_pair.py prints the embedded target's")
+    return text
+
+
 def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--target", required=True, help="folder of the target")
+    parser.add_argument("--target", required=True, type=folder_of_a_model, help="folder of the target")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the shards; those that are there are kept")
     parser.add_argument("--shards", type=at_least(1), default=20, help="shards wanted in the folder")
     parser.add_argument("--rows", type=at_least(1), default=256, help="rows a shard, in batches of 128")
@@ -256,6 +264,9 @@ def main(argv=None):
     args = parse_args(argv)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
+    if all((args.out / f"shard-{number:04d}.safetensors").exists() for number in range(args.shards)):
+        print(f"{args.out}: {args.shards} shards are there already", file=sys.stderr)
+        return 0
     teacher, tokenizer = Teacher(args.target), AutoTokenizer.from_pretrained(args.target)
     for number in range(args.shards):
         path = args.out / f"shard-{number:04d}.safetensors"

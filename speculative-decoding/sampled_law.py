@@ -20,6 +20,7 @@ from spec_tables import progress
 
 # Steepness of the exponentials in `stray`: a few, so that one is near the best for tens as for thousands of guesses.
 STEEPNESS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+WIDEST = 0.7  # of an interval of acceptance: a wider one says nothing
 LAW_TOKENS = 2  # the law of so many first tokens is compared
 LAW_K = 2  # with so many guesses: both can be accepted, either rejected
 FEWEST_EXPECTED = 5  # draws in a cell, below which chi-square is a poor approximation
@@ -66,15 +67,18 @@ def stray(overlaps: list[float], sign: int, level: float) -> float:
 def acceptance_check(rows: list[dict], level: float) -> dict:
     """Measured acceptance of the judged guesses of `rows` against the overlap of the laws; nulls where none was judged.
 
-    `expected_low` and `expected_high` hold the measured one in a right build, but for a chance of `level`.
+    `expected_low` and `expected_high` hold the measured one in a right build, but for a chance of `level`; `within` is null where
+    they are too far apart to say anything.
     """
     overlaps, accepted = [b for row in rows for b in row["overlaps"]], sum(row["judged_accepted"] for row in rows)
     n, expected = len(overlaps), sum(overlaps)
     if not n:
         return dict.fromkeys(("alpha", "expected_alpha", "expected_low", "expected_high", "within")) | {"judged": 0}
     low, high = expected - stray(overlaps, -1, level / 2), expected + stray(overlaps, 1, level / 2)
-    return {"judged": n, "judged_accepted": accepted, "alpha": accepted / n, "expected_alpha": expected / n,
-            "expected_low": max(0.0, low / n), "expected_high": min(1.0, high / n), "within": low <= accepted <= high}  # fmt: skip
+    within = low <= accepted <= high
+    says = high - low <= WIDEST * n  # an interval that holds almost anything confirms nothing, but what lies outside still fails
+    return {"judged": n, "judged_accepted": accepted, "alpha": accepted / n, "expected_alpha": expected / n, "expected_low": max(0.0, low / n),
+            "expected_high": min(1.0, high / n), "within": None if within and not says else within}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- chi-square

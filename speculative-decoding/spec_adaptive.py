@@ -15,7 +15,19 @@ from dataclasses import replace
 
 import torch
 
-from spec_common import FEWEST_PAIRS, at_least, command, dtype_name, fraction, interleave, make_parser, ratio_summary, set_up, whole_list
+from spec_common import (
+    FEWEST_PAIRS,
+    at_least,
+    command,
+    dtype_name,
+    fraction,
+    interleave,
+    make_parser,
+    ratio_summary,
+    say,
+    set_up,
+    whole_list,
+)
 from spec_compare import Task, check_exact, counts, model_drafter, run_baseline, run_speculative, watched
 from spec_costs import measured_costs
 from spec_options import add_task_options, check_prompts, fill_pair, make_task
@@ -30,7 +42,7 @@ from workloads import WORKLOADS
 
 KS = (1, 2, 3, 4, 5, 6, 8)
 CLOSE = 0.97  # of the best fixed k's speed: as near as the claim asks
-PLAIN, AGAIN = "alone", "alone again"
+PLAIN, AGAIN = "alone", "alone again (A/A)"
 
 
 # ---------------------------------------------------------------------------------------------------------------- arms
@@ -187,7 +199,7 @@ def verdict(file: ResultFile, rows: list[dict], texts: list[str]) -> str:
 
 
 COLUMNS = [
-    ("arm", "k policy", str), ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str), ("predicted", "predicted", fixed(2, "x")), ("oracle", "oracle", fixed(2, "x")),
+    ("arm", "k policy", str), ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str), ("predicted", "predicted", fixed(2, "x")), ("oracle", "oracle, predicted", fixed(2, "x")),
     ("gap_closed", "gap closed", percent), ("mean_k", "guesses/round", fixed(2)), ("acceptance", "acceptance", percent), ("block_efficiency", "tokens/pass", fixed(2)),
     ("target_passes", "target passes", str), ("draft_passes", "draft passes", str),
 ]  # fmt: skip
@@ -218,6 +230,7 @@ def run(args, tasks: dict[str, Task], file: ResultFile) -> list[dict]:
         {"part": "costs", **measured_costs(first.target, first.draft, context, [*args.ks, args.k], first.limit)}
     )
     arms = policy_arms(args, costs)
+    say("counting the rounds of every policy ...")
     expected = {name: run_baseline(task)[0][0].tokens for name, task in tasks.items()}
     for arm, (k, make) in arms.items():
         missing = [text for text in tasks if not file.find(part="counts", arm=arm, text=text)]

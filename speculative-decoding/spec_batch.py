@@ -119,10 +119,10 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, d
 # -------------------------------------------------------------------------------------------------------------- tables
 
 SPEED = [
-    ("batch", "batch", str), ("baseline_tokens_per_s_per_user", "per user: baseline", fixed(2)), ("speculative_tokens_per_s_per_user", "speculative", fixed(2)),
-    ("baseline_tokens_per_s", "in total: baseline", fixed(1)), ("speculative_tokens_per_s", "speculative", fixed(1)), ("speedup", "speedup", fixed(2, "x")),
+    ("batch", "batch", str), ("baseline_tokens_per_s_per_user", "per user: alone", fixed(2)), ("speculative_tokens_per_s_per_user", "per user: with draft", fixed(2)),
+    ("baseline_tokens_per_s", "in total: alone", fixed(1)), ("speculative_tokens_per_s", "in total: with draft", fixed(1)), ("speedup", "speedup", fixed(2, "x")),
     ("interval", "interval", str), ("predicted", "predicted", fixed(2, "x")), ("aa", "A/A", fixed(2, "x")),
-    ("baseline_ttft_s", "ttft, ms: baseline", lambda s: f"{1000 * s:.0f}"), ("speculative_ttft_s", "speculative", lambda s: f"{1000 * s:.0f}"),
+    ("baseline_ttft_s", "ttft, ms: alone", lambda s: f"{1000 * s:.0f}"), ("speculative_ttft_s", "ttft, ms: with draft", lambda s: f"{1000 * s:.0f}"),
 ]  # fmt: skip
 WHY = [
     ("batch", "batch", str), ("acceptance_rate", "acceptance", percent), ("alpha", "alpha", fixed(2)), ("block_efficiency", "tokens/pass", fixed(2)),

@@ -245,6 +245,8 @@ def main(argv=None) -> int:
     device, dtype = set_up(args)
     args.methods = [method for method in METHODS if method in args.methods]
     check_policy(args)
+    if args.k_policy == "confidence" and args.methods == ["lookup"]:
+        raise UserError("--k-policy confidence: a copied guess has no confidence to look at; choose cost, or a method with a draft")
     if args.ngram_min > args.ngram_max:
         raise UserError(f"--ngram-min {args.ngram_min}: more than --ngram-max {args.ngram_max}; lower it")
     texts = texts_of(args)

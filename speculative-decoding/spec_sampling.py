@@ -132,7 +132,7 @@ def table(rows: list[dict]) -> str:
     shown = []
     for row in rows:
         interval = row["error"] or f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
-        expects = None if row["within"] is None else f"{row['expected_low']:.3f} to {row['expected_high']:.3f}"
+        expects = None if row["expected_low"] is None else f"{row['expected_low']:.3f} to {row['expected_high']:.3f}"
         shown.append({**row, "interval": interval, "expects": expects, "fits": {True: "yes", False: "NO"}.get(row["within"])})
     return markdown_table(shown, COLUMNS)
 
@@ -162,9 +162,11 @@ def check_claim(rows: list[dict], laws: list[dict]) -> str:
     for row in laws:
         if row["fits"] is False:
             raise ClaimFailed(f"{law_line(row)}: the text has not the target's law")
+    silent = ", ".join(f"{row['temperature']:g}" for row in rows if row["within"] is None)
     if not any(row["within"] for row in rows):
-        return "no guess was judged, so nothing could be said of the accept rule."
-    return "Guesses are accepted as often as the laws overlap; the same seed wrote the same text every time."
+        return "too few guesses were judged to say anything of the accept rule; take more --seeds or --n-tokens."
+    but = f" (too few were judged to say so at temperature {silent})" if silent else ""
+    return f"Guesses are accepted as often as the laws overlap{but}; the same seed wrote the same text every time."
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -236,8 +238,7 @@ def main(argv=None) -> int:
     print(table(rows) + "\n")
     for row in rows:
         print(f"temperature {row['temperature']:g}: {row['error'] or pays(row)}.")
-    print("\n".join([*map(law_line, laws), f"results in {args.results}"]))
-    print(check_claim(rows, laws))
+    print("\n".join(f"{law_line(row)}." for row in laws) + ("\n" if laws else "") + f"{check_claim(rows, laws)}\nresults in {args.results}")
     return int(all(row["error"] for row in rows))
 
 

@@ -11,7 +11,7 @@ def markdown_table(rows: Sequence[dict], columns: Sequence[tuple[str, str, Calla
     cells += [["-" if row.get(key) is None else form(row[key]) for key, _, form in columns] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]  # Markdown's rule needs three
     right = [
-        all(text == "-" or text[:1].isdigit() for text in column[1:]) and any(text != "-" for text in column[1:])
+        all(text == "-" or text.lstrip("-")[:1].isdigit() for text in column[1:]) and any(text != "-" for text in column[1:])
         for column in zip(*cells, strict=True)
     ]
     lines = []

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_data import Shards, reported_runs
+from draft_data import Shards, folder_of_a_model, reported_runs
 from draft_files import build_draft, read_draft, same_target, save_draft
 from draft_prompts import KINDS, held_out_prompts
 from spec_common import Help, Parser, UserError, at_least, command, first_line
@@ -69,6 +69,7 @@ def held_out(target, tokenizer, path):
     """The fixed held-out set, made once: the target's greedy text (float32) for prompts that training never sees."""
     if path.exists():
         return json.loads(path.read_text())
+    print("writing the held-out texts, once (a minute or two, outside the budget) ...", file=sys.stderr, flush=True)
     pairs, stop = held_out_prompts(tokenizer), tokenizer.eos_token_id
     width = max(len(ids) for _, ids in pairs)
     ids = torch.tensor([[stop] * (width - len(ids)) + ids for _, ids in pairs])
@@ -254,7 +255,7 @@ def minutes(text):
 
 def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--target", required=True, help="folder of the target, a Llama with a tied head")
+    parser.add_argument("--target", required=True, type=folder_of_a_model, help="folder of the target, a Llama with a tied head")
     parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the checkpoint, the log and the draft")
     parser.add_argument("--layers", type=layer_list, default=[0, 1, 23], help="the target's layers that the draft keeps, from 0")

@@ -180,7 +180,7 @@ def test_the_script_compares_every_policy_and_goes_on_where_it_was(small, result
     assert spec_adaptive.main(small) == 0
     document = json.loads(results.read_text())
     arms = {(row["arm"], row["text"]) for row in document["summary"]["arms"]}
-    every = {"k = 1", "k = 3", *POLICIES[1:], "alone again"}
+    every = {"k = 1", "k = 3", *POLICIES[1:], "alone again (A/A)"}
     assert arms == {(arm, text) for arm in every for text in ("all", "one", "two")}
     out = capsys.readouterr().out
     assert "the claim" in out and all(arm in out for arm in every)
