@@ -353,7 +353,7 @@ def test_the_script_measures_every_batch_and_keeps_every_request(pair, results, 
         assert row["predicted"] > 0 and row["check_cost"] > 0 and row["c"] > 0
     said = capsys.readouterr().out
     assert "every row is token for token what its request gets alone" in said
-    assert "T(B, k+1) / T(B, 1)" in said and "in total: baseline" in said
+    assert "T(B, k+1) / T(B, 1)" in said and "in total: alone" in said
 
 
 def test_a_finished_sweep_is_not_measured_again(pair, results, monkeypatch):
