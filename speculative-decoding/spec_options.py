@@ -31,7 +31,7 @@ def add_draft_options(parser) -> None:
         "--draft-vocab",
         type=at_least(0),
         metavar="N",
-        help="cut the draft's head to the N most frequent ids, 0: the whole head; left out: 8192 for a draft that ships, else the whole",
+        help="cut the draft's head to the N most frequent ids, 0: the whole head; left out: 16384 for a draft that ships, else the whole",
     )
     parser.add_argument("--draft-vocab-text", type=Path, metavar="FILE", help="count those ids in a text; left out: the list that ships")
     parser.add_argument(

@@ -27,7 +27,7 @@ from spec_models import EMBEDDED, linear_kind, load
 
 # The drafts that the repository ships for the embedded target, each one small file; and untrained layers of the target.
 SHIPPED_DRAFTS = {path.stem: path for path in sorted((HERE / "drafts").glob("*.safetensors"))}
-SHIPPED_HEAD = 8192  # ids that a shipped draft's head keeps unless asked otherwise: its agreement hardly changes, its pass does
+SHIPPED_HEAD = 16384  # ids that the head of a draft that ships keeps unless asked otherwise: all that the target wrote in its data
 EMBEDDED_DRAFTS = (*SHIPPED_DRAFTS, "cut:0,1,23")
 PAIRS = {
     "smollm2": (EMBEDDED, "draft-s"),
