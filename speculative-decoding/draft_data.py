@@ -7,7 +7,6 @@ Half-precision matrices, a float32 residual stream and grouped queries over one 
     python draft_data.py --target FOLDER --out data --shards 20
 """
 
-import argparse
 import os
 import pathlib
 import random
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_prompts import HELD_OUT, KINDS, SHORTEST, training_prompts
-from spec_common import Help, Parser, at_least, command
+from spec_common import Help, Parser, UserError, at_least, command
 from workloads import WORKLOADS
 
 RUN = 12  # ids in a row that a training row may not share with a reported prompt: about eight words
@@ -241,16 +240,15 @@ class Shards:
         return ids, torch.cat(place), torch.cat(hidden).float(), torch.cat(top).long(), torch.cat(weight)
 
 
-def folder_of_a_model(text):
-    """A type for argparse: a folder with a model in it."""
-    if not (pathlib.Path(text) / "config.json").exists():
-        raise argparse.ArgumentTypeError(f"'{text}' is no folder of a model; embedded_pair.py prints the embedded target's")
-    return text
+def check_folder(name):
+    """Raises UserError where no model is in that folder."""
+    if not (pathlib.Path(name) / "config.json").exists():
+        raise UserError(f"--target {name}: no folder of a model; embedded_pair.py prints the embedded target's")
 
 
 def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--target", required=True, type=folder_of_a_model, help="folder of the target")
+    parser.add_argument("--target", required=True, help="folder of the target")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the shards; those that are there are kept")
     parser.add_argument("--shards", type=at_least(1), default=20, help="shards wanted in the folder")
     parser.add_argument("--rows", type=at_least(1), default=256, help="rows a shard, in batches of 128")
@@ -262,6 +260,7 @@ def parse_args(argv):
 @command
 def main(argv=None):
     args = parse_args(argv)
+    check_folder(args.target)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     if all((args.out / f"shard-{number:04d}.safetensors").exists() for number in range(args.shards)):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_data import Shards, folder_of_a_model, reported_runs
+from draft_data import Shards, check_folder, reported_runs
 from draft_files import build_draft, read_draft, same_target, save_draft
 from draft_prompts import KINDS, held_out_prompts
 from spec_common import Help, Parser, UserError, at_least, command, first_line
@@ -255,7 +255,7 @@ def minutes(text):
 
 def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--target", required=True, type=folder_of_a_model, help="folder of the target, a Llama with a tied head")
+    parser.add_argument("--target", required=True, help="folder of the target, a Llama with a tied head")
     parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder for the checkpoint, the log and the draft")
     parser.add_argument("--layers", type=layer_list, default=[0, 1, 23], help="the target's layers that the draft keeps, from 0")
@@ -302,6 +302,7 @@ def export(args, draft, target, layers, rows, card):
 @command
 def main(argv=None):
     args = parse_args(argv)
+    check_folder(args.target)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
