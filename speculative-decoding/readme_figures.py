@@ -10,12 +10,17 @@ import json
 import re
 import statistics
 
+from spec_adaptive import by_text
+from spec_adaptive import table as adaptive_table
+from spec_batch import tables as batch_tables
 from spec_bench import USUAL_K, sweep_table, workload_table
 from spec_common import HERE, Help, Parser, UserError, command
 from spec_decode import against_transformers
 from spec_drafts import table as draft_table
 from spec_drafts import verdict as draft_verdict
+from spec_lookup import table as lookup_table
 from spec_precondition import NEARLY_FREE, cost_table
+from spec_sampling import table as sampling_table
 from spec_tables import fixed, markdown_table
 
 README, CARD = HERE.parent / "README.md", HERE / "drafts" / "MODEL_CARD.md"
@@ -124,6 +129,35 @@ def acceptance(drafts: dict) -> str:
     return markdown_table(shown, columns + [(f"p{i}", f"guess {i + 1}", str) for i in places])
 
 
+def named(where: dict) -> str:
+    return ", ".join(f"{text} {speedup:.2f}x" for text, speedup in where.items()) or "nowhere here"
+
+
+def beyond() -> dict[str, str]:
+    """The text of the markers of what goes beyond the essay."""
+    sampling, lookup, adaptive, batch = (load(f"spec_{name}") for name in ("sampling", "lookup", "adaptive", "batch"))
+    warm, where, arms = sampling["summary"]["temperatures"], lookup["summary"]["where"], adaptive["summary"]["arms"]
+    texts = [text for text in dict.fromkeys(row["text"] for row in arms) if text != "all"]
+    found = {(row["arm"], row["text"]): row["speedup"] for row in arms}
+    best = max((arm for arm, text in found if text == "all" and arm.startswith("k = ")), key=lambda arm: found[arm, "all"])
+    fixed_best = {text: max(speedup for (arm, name), speedup in found.items() if name == text and arm.startswith("k = ")) for text in texts}
+    behind = {text: found["cost", text] for text in texts if found["cost", text] < fixed_best[text]}
+    rows = [row for row in batch["rows"] if row.get("part") == "batch"]
+    lost = [f"{row['batch']} ({row['speedup']:.2f}x)" for row in rows if row["speedup"] < 1]
+    slow = [f"temperature {row['temperature']:g} ({row['speedup']:.2f}x)" for row in warm if row["speedup"] < 1]
+    return {
+        "m_sampling": ", ".join(f"{row['speedup']:.2f}x at {row['temperature']:g}" for row in warm) + f" ({sampling['config']['workload']}, k = {sampling['config']['k']})",
+        "l_sampling": ", ".join(slow) or "no temperature measured",
+        "m_lookup": named(where["lookup"]["pays"]), "l_lookup": named(where["lookup"]["loses"]),
+        "m_hybrid": named(where["hybrid"]["pays"]), "l_hybrid": named(where["hybrid"]["loses"]),
+        "m_adaptive": f"cost {found['cost', 'all']:.2f}x over all five texts, the best fixed k ({best}) {found[best, 'all']:.2f}x",
+        "l_adaptive": "behind the best fixed k of a text on " + named(behind) if behind else "nowhere behind the best fixed k of a text",
+        "m_batch": ", ".join(f"{row['speedup']:.2f}x at {row['batch']}" for row in rows), "l_batch": f"batches of {', '.join(lost)}" if lost else "no batch measured",
+        "sampling_table": sampling_table(warm), "lookup_table": lookup_table([row for row in lookup["rows"] if row.get("part") == "look-up"]),
+        "adaptive_table": adaptive_table(arms, "all"), "adaptive_texts": by_text(arms, texts), "batch_table": batch_tables(rows),
+    }  # fmt: skip
+
+
 def card_figures() -> dict[str, str]:
     """The text of every marker of the drafts' card, acceptance_<dtype>, from the run in that dtype."""
     dtypes = re.findall(r"<!-- acceptance_(\w+) -->", CARD.read_text(encoding="utf-8"))
@@ -146,7 +180,7 @@ def main(argv=None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether they are what the results say")
     args = parser.parse_args(argv)
     stale = []
-    for page, values in ((README, figures()), (CARD, card_figures())):
+    for page, values in ((README, figures() | beyond()), (CARD, card_figures())):
         text = page.read_text(encoding="utf-8")
         new = filled(text, values)
         if new != text:

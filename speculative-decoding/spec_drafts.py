@@ -82,6 +82,12 @@ def verdict(rows: list[dict]) -> str:
             f"its pass costs c = {most['c']:.2f} against {best['c']:.2f}."
         )
     lines += [
+        f"{row['draft']} is larger ({row['parameters'] / 1e6:.1f} M against {best['parameters'] / 1e6:.1f} M parameters) and loses: {row['speedup']:.2f}x, alpha "
+        f"{row['alpha'] or 0:.2f} against {best['alpha'] or 0:.2f}, c {row['c']:.2f} against {best['c']:.2f}."
+        for row in good
+        if row["parameters"] > best["parameters"] and not (row is most and (most["alpha"] or 0) > (best["alpha"] or 0))
+    ]
+    lines += [
         f"{row['draft']}: alpha {row['alpha'] or 0:.2f} does not exceed c {row['c']:.2f}, so no k can pay."
         for row in good
         if not row["alpha_exceeds_c"]

@@ -13,10 +13,10 @@ import cpu_linear
 import embedded_pair
 import tiny
 from embedded_pair import GGUF, MANIFEST, TARGET_FOLDER, ensure_target, extract_gguf, is_whole, publish, sha256
-from spec_checks import check_blocks
+from spec_checks import Loaded, check_blocks
 from spec_common import UserError
 from spec_models import load
-from spec_pairs import cut_draft
+from spec_pairs import SHIPPED_DRAFTS, cut_draft, shipped_draft
 from spec_reference import run_generate
 
 
@@ -163,3 +163,27 @@ def test_the_real_target_writes_exact_text(embedded_target, monkeypatch):
     assert target.tokenizer.decode(alone.tokens).startswith(" the wall"), "weights or tokenizer are wrong if it cannot go on with this"
     assert (itself.rejections, itself.target_passes) == (0, 4)
     assert 4 <= dear.target_passes < 20, "a layer less of thirty agrees now and then"
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED_DRAFTS))
+def test_the_drafts_that_ship_serve_other_models_of_the_tokenizer(name, embedded_target, monkeypatch):
+    """A stand-in for the larger SmolLM2 models: another width, the same vocabulary. The draft brings its own embedding."""
+    monkeypatch.setenv("SPEC_CACHE", str(Path(embedded_target).parent))
+    own = load("smollm2", "--target", torch.device("cpu"), torch.float32)
+    other = Loaded(tiny.llama(vocab_size=49152, eos_token_id=None), own.tokenizer, "larger", "--target")
+    draft = shipped_draft(other, name)
+    assert draft.model.get_input_embeddings().weight.shape == (49152, 576)
+    assert shipped_draft(own, name).model.get_input_embeddings().weight is own.model.get_input_embeddings().weight
+    done = tiny.speculated(other.model, draft.model, n=12, k=3)
+    assert done.tokens == tiny.greedy(other.model, tiny.PROMPT, 12)
+    assert done.draft_passes > 0
+    # and on its own target it agrees: what ships is the trained draft, not any file of that name
+    prompt = own.tokenizer("One, two, three, four, five, six, seven,")["input_ids"]
+    assert sum(tiny.speculated(own.model, shipped_draft(own, name).model, prompt, 20, 3).accepted) >= 10
+
+
+def test_a_draft_that_ships_is_refused_for_another_tokenizer(embedded_target, monkeypatch):
+    monkeypatch.setenv("SPEC_CACHE", str(Path(embedded_target).parent))
+    other = Loaded(tiny.llama(), tiny.words(), "other", "--target")
+    with pytest.raises(UserError, match="does not share the tokenizer"):
+        shipped_draft(other, sorted(SHIPPED_DRAFTS)[0])

@@ -59,3 +59,13 @@ def test_committed_results_are_strict_and_from_a_clean_commit(path):
 def test_every_chart_has_its_dark_twin():
     charts = {path.stem for path in RESULTS.glob("*.png")}
     assert charts == {f"{name}_{theme}" for name in ("k_sweep", "costs", "workloads", "time") for theme in ("light", "dark")}
+
+
+def test_the_drafts_card_holds_acceptance_in_both_precisions():
+    card = readme_figures.CARD.read_text(encoding="utf-8")
+    assert set(readme_figures.card_figures()) == {"acceptance_float32", "acceptance_bfloat16"}
+    assert all(f"draft-{size}" in card for size in "sm") and "guess 5" in card
+
+
+def test_all_weights_together_are_small():
+    assert sum(path.stat().st_size for path in (ROOT / "speculative-decoding" / "drafts").glob("*.safetensors")) < 25e6

@@ -502,3 +502,20 @@ def test_a_sweep_survives_ctrl_c_and_a_kill_and_finishes_on_resumption(pair, res
     assert rows[: len(killed["rows"])] == killed["rows"]
     assert [row["k"] for row in rows if row["part"] == "k"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert not (results.parent / "old").exists()
+
+
+def draft_row(name, parameters, alpha, c, speedup):
+    return {"draft": name, "parameters": parameters, "alpha": alpha, "c": c, "speedup": speedup, "speedup_low": speedup - 0.01, "error": None,
+            "alpha_exceeds_c": alpha > c}  # fmt: skip
+
+
+def test_the_verdict_on_drafts_says_why_the_larger_one_loses():
+    small, agreeing = draft_row("small", 10e6, 0.7, 0.1, 1.5), draft_row("large", 20e6, 0.8, 0.3, 1.2)
+    said = spec_drafts.verdict([agreeing, small])
+    assert "small is the fastest: 1.50x." in said
+    assert "large agrees more (alpha 0.80 against 0.70) and is slower all the same: its pass costs c = 0.30 against 0.10." in said
+    assert "is larger" not in said, "said once"
+    said = spec_drafts.verdict([draft_row("large", 20e6, 0.6, 0.3, 1.2), small])
+    assert "large is larger (20.0 M against 10.0 M parameters) and loses: 1.20x, alpha 0.60 against 0.70, c 0.30 against 0.10." in said
+    assert "do not speculate here" in spec_drafts.verdict([draft_row("slow", 1e6, 0.1, 0.3, 0.8)])
+    assert "alpha 0.10 does not exceed c 0.30" in spec_drafts.verdict([draft_row("slow", 1e6, 0.1, 0.3, 0.8)])
