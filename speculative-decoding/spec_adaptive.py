@@ -29,7 +29,7 @@ from spec_common import (
     whole_list,
 )
 from spec_compare import Task, check_exact, counts, model_drafter, run_baseline, run_speculative, watched
-from spec_costs import measured_costs
+from spec_costs import costs_row
 from spec_options import add_task_options, check_prompts, fill_pair, make_task
 from spec_pairs import form, load_pair
 from spec_pass import forward, new_cache, top_tokens
@@ -37,7 +37,7 @@ from spec_policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, FixedK, make_policy
 from spec_results import ResultFile, environment, settings
 from spec_rules import Greedy
 from spec_tables import fixed, markdown_table, percent, progress
-from spec_theory import cost_speedup, interpolated
+from spec_theory import cost_speedup, measured_v
 from workloads import WORKLOADS
 
 KS = (1, 2, 3, 4, 5, 6, 8)
@@ -50,7 +50,7 @@ PLAIN, AGAIN = "alone", "alone again (A/A)"
 
 def policy_arms(args, costs: dict) -> dict:
     """Name -> (the largest k, a function that makes the policy afresh) of every arm that speculates."""
-    v = interpolated({int(n): cost for n, cost in costs["v"].items()})
+    v = measured_v(costs)
     arms = {f"k = {k}": (k, lambda k=k: FixedK(k)) for k in args.ks}
     for name in POLICIES[1:]:
         arms[name] = (args.k, lambda name=name: make_policy(name, args.k, costs["c"], v, args.confidence, LOOP_OVERHEAD))
@@ -66,7 +66,7 @@ def run_requests(tasks: dict[str, Task], k: int, make, watching: bool = False) -
 
 def counted(tasks: dict[str, Task], expected: dict, arm: str, k: int, make, costs: dict, allow_near_ties: bool) -> list[dict]:
     """One watched run of an arm, checked: its counters by text, and the speedup that they and the costs predict."""
-    v, rows = interpolated({int(n): cost for n, cost in costs["v"].items()}), []
+    v, rows = measured_v(costs), []
     for text, (done, _, watch) in run_requests(tasks, k, make, watching=True).items():
         tie = check_exact(tasks[text], arm, expected[text], done.tokens, allow_near_ties)
         row = counts(replace(tasks[text], k=k), done)
@@ -127,7 +127,7 @@ def right_guesses(task: Task, tokens: list[int]) -> list[int]:
 def oracle_speedup(runs: list[int], k: int, costs: dict) -> float:
     """The speedup of the best k of every round in hindsight: the cheapest way through the text by dynamic programming, where
     a round at a place may keep any number of guesses that are right there, up to k."""
-    v, n = interpolated({int(size): cost for size, cost in costs["v"].items()}), len(runs)
+    v, n = measured_v(costs), len(runs)
     left = [0.0] * (n + 1)
     for place in range(n - 1, -1, -1):
         blocks = range(min(runs[place], k, n - place - 1) + 1)
@@ -226,9 +226,7 @@ def run(args, tasks: dict[str, Task], file: ResultFile) -> list[dict]:
     """Measure what the file lacks; every turn is a row. Returns the pooled rows. Raises Mismatch."""
     first = next(iter(tasks.values()))
     context = statistics.median_low([task.prompt.shape[1] for task in tasks.values()]) + args.n_tokens // 2
-    costs = file.find(part="costs") or file.add(
-        {"part": "costs", **measured_costs(first.target, first.draft, context, [*args.ks, args.k], first.limit)}
-    )
+    costs = costs_row(file, first.target, first.draft, context, [*args.ks, args.k], first.limit)
     arms = policy_arms(args, costs)
     say("counting the rounds of every policy ...")
     expected = {name: run_baseline(task)[0][0].tokens for name, task in tasks.items()}

@@ -14,7 +14,7 @@ import statistics
 
 from spec_common import FEWEST_PAIRS, command, dtype_name, make_parser, ratio_summary, set_up, whole_list
 from spec_compare import cell
-from spec_costs import measured_costs
+from spec_costs import costs_row
 from spec_essay import essay_sweep, essay_workload, is_essay_pair
 from spec_options import add_task_options, check_prompts, fill_pair, make_task, workload_prompt
 from spec_pairs import form, load_pair
@@ -30,13 +30,6 @@ USUAL_K = 5  # the essay's, and the workloads' second k
 # -------------------------------------------------------------------------------------------------------------- running
 
 
-def costs_row(file: ResultFile, target, draft, context: int, ks: list[int], limit: int | None) -> dict:
-    """What passes cost at the middle of the text, as a row of the file: measured before any speedup."""
-    if found := file.find(part="costs"):
-        return found
-    return file.add({"part": "costs", **measured_costs(target.model, draft.model, context, ks, limit)})
-
-
 def best_of(rows: list[dict], name: str = "speedup") -> dict | None:
     """The measured row with the highest `name`: k is ranked by time, never by acceptance, which falls with k anyway."""
     return max((row for row in rows if row.get(name) is not None), key=lambda row: row[name], default=None)
@@ -45,7 +38,7 @@ def best_of(rows: list[dict], name: str = "speedup") -> dict | None:
 def run(args, target, draft, file: ResultFile, device) -> tuple[list[dict], list[dict]]:
     """Measure what the file lacks. Returns (rows of the k sweep, rows of the workload sweep). Raises Mismatch."""
     task = make_task(args, target, draft, WORKLOADS[args.workload], max(args.ks), device)
-    costs = costs_row(file, target, draft, task.prompt.shape[1] + args.n_tokens // 2, args.ks, task.limit)
+    costs = costs_row(file, target.model, draft.model, task.prompt.shape[1] + args.n_tokens // 2, args.ks, task.limit)
     sweep = []
     for k in progress(args.ks, "k sweep"):
         task = make_task(args, target, draft, WORKLOADS[args.workload], k, device)

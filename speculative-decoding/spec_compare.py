@@ -17,7 +17,7 @@ from spec_loop import Decoded, baseline, prefill, speculate
 from spec_pass import forward, new_cache
 from spec_policy import FixedK
 from spec_rules import Greedy
-from spec_theory import cost_speedup, interpolated, leviathan_speedup
+from spec_theory import cost_speedup, leviathan_speedup, measured_v
 
 NOISE_UNITS = 1  # units in the last place of the best logit
 ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
@@ -259,7 +259,7 @@ def predict(task: Task, counted: dict, costs: dict) -> dict:
         else leviathan_speedup(counted["alpha"], costs["c"], task.k, task.k + extra)
     )
     verified = [length + 1 for length in counted["proposed_lengths"]]
-    v = interpolated({int(n): cost for n, cost in costs["v"].items()})
+    v = measured_v(costs)
     overhead = counted["overhead_s"] / counted["target_passes"] / costs["target_pass_s"]
     share = counted["baseline_overhead_share"]
     measured = cost_speedup(counted["emitted"], counted["draft_passes"], verified, costs["c"], v, overhead, share / (1 - share))

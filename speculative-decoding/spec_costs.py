@@ -117,6 +117,11 @@ def measured_costs(target, draft, context: int, ks: list[int], limit: int | None
     return {"context": context, **costs_of(seconds), "seconds": seconds, "failed": failed, "error": None}
 
 
+def costs_row(file, target, draft, context: int, ks: list[int], limit: int | None) -> dict:
+    """`measured_costs` as the one row of a result file that says what passes cost, measured before any speedup."""
+    return file.find(part="costs") or file.add({"part": "costs", **measured_costs(target, draft, context, ks, limit)})
+
+
 @torch.inference_mode()
 def device_limits(device: torch.device, dtype: torch.dtype) -> dict:
     """Read bandwidth (bytes/s) and matrix-product rate (multiply-adds counted as 2 operations/s), the best of a few tries."""

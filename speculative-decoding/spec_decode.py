@@ -16,7 +16,7 @@ import sys
 
 from spec_common import FEWEST_PAIRS, ClaimFailed, at_least, command, dtype_name, make_parser, ratio_summary, say, set_up
 from spec_compare import cell
-from spec_costs import measured_costs
+from spec_costs import costs_row
 from spec_essay import essay_decode, is_essay_pair
 from spec_options import (
     add_policy_options,
@@ -126,22 +126,14 @@ def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def costs_row(file: ResultFile, target, draft, task) -> dict:
-    """What passes cost at the middle of the first text, for the policy that asks: a row of the file."""
-    if found := file.find(part="costs"):
-        return found
-    return file.add(
-        {"part": "costs", **measured_costs(target.model, draft.model, task.prompt.shape[1] + task.n_tokens // 2, [task.k], task.limit)}
-    )
-
-
 def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, device) -> list[dict]:
     """Measure every prompt not yet in the file. Returns their rows."""
     rows = []
     for name, text in prompts:
         task = make_task(args, target, draft, text, args.k, device)
         say(f"{name}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ...")
-        costs = costs_row(file, target, draft, task) if args.k_policy == "cost" else None
+        context = task.prompt.shape[1] + task.n_tokens // 2
+        costs = costs_row(file, task.target, task.draft, context, [task.k], task.limit) if args.k_policy == "cost" else None
         arms = reference_arms(task) if args.vs_transformers else {}
         rows.append(cell(file, with_policy(args, task, costs), args, {"workload": name}, costs, arms))
     return rows

@@ -17,7 +17,7 @@ from grounded import GROUNDED
 from lookup_drafter import MATCHES, HybridDrafter, LookupDrafter
 from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, at_least, command, dtype_name, make_parser, ratio_summary, say, set_up
 from spec_compare import Task, cell, model_drafter, ratio, run_speculative, watched
-from spec_costs import measured_costs
+from spec_costs import costs_row
 from spec_options import (
     add_policy_options,
     add_prompt_options,
@@ -104,20 +104,14 @@ def measured(file: ResultFile, task: Task, args, where: dict, costs: dict) -> di
     return row
 
 
-def costs_row(file: ResultFile, args, target, draft, tasks: list[Task]) -> dict:
-    """What passes cost at the middle of the median text, measured before any speedup."""
-    if found := file.find(part="costs"):
-        return found
-    context = statistics.median_low(task.prompt.shape[1] for task in tasks) + args.n_tokens // 2
-    ks = [args.k, args.k // 2, args.draft_k]
-    say("what passes cost ...")
-    return file.add({"part": "costs", **measured_costs(target.model, draft and draft.model, context, ks, tasks[0].limit)})
-
-
 def run(args, target, draft, texts: list[tuple[str, str]], file: ResultFile, device) -> list[dict]:
     """Measure what the file lacks. Returns one row a text and method. Raises Mismatch, ClaimFailed."""
     tasks = {name: make_task(args, target, draft, text, args.k, device) for name, text in texts}
-    costs = costs_row(file, args, target, draft, list(tasks.values()))
+    context = statistics.median_low(task.prompt.shape[1] for task in tasks.values()) + args.n_tokens // 2
+    say("what passes cost ...")
+    costs = costs_row(
+        file, target.model, draft and draft.model, context, [args.k, args.k // 2, args.draft_k], next(iter(tasks.values())).limit
+    )
     rows = []
     for name, method in progress([(name, method) for name in tasks for method in args.methods], "look-up"):
         task = method_task(args, method, tasks[name])

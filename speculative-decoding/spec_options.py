@@ -12,7 +12,7 @@ from spec_compare import Task
 from spec_loop import LOOPS
 from spec_pairs import DRAFT_PASSES, PAIRS
 from spec_policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
-from spec_theory import interpolated
+from spec_theory import measured_v
 from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
 
 
@@ -74,7 +74,7 @@ def with_policy(args, task: Task, costs: dict | None) -> Task:
     """The task under the policy asked for; `costs` as spec_costs measures them, which only 'cost' looks at."""
     if args.k_policy == "fixed":
         return task
-    c, v = (costs["c"] or 0.0, interpolated({int(n): cost for n, cost in costs["v"].items()})) if costs else (0.0, None)
+    c, v = (costs["c"] or 0.0, measured_v(costs)) if costs else (0.0, None)
     return replace(task, policy=lambda one: make_policy(args.k_policy, one.k, c, v, args.confidence, LOOP_OVERHEAD))
 
 

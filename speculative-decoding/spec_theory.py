@@ -59,6 +59,11 @@ def interpolated(costs: dict[int, float]) -> Callable[[int], float]:
     return v
 
 
+def measured_v(costs: dict) -> Callable[[int], float]:
+    """V(n) from what spec_costs measured, whose sizes a result file holds as strings."""
+    return interpolated({int(n): cost for n, cost in costs["v"].items()})
+
+
 def best_k(alpha: float, c: float, v: Callable[[int], float], largest: int) -> tuple[int, float]:
     """The k from 0 to `largest` of the highest predicted speedup, and that speedup. 0, at 1.0, means: do not."""
     predicted = {k: expected_tokens(alpha, k) / (k * c + v(k + 1)) for k in range(1, largest + 1)}
