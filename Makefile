@@ -16,7 +16,7 @@ RESUME := $(if $(FRESH),,--resume auto)
 .DELETE_ON_ERROR:
 
 bench: .venv/ready
-	$(PY) $(SCRIPTS)/embedded_pair.py
+	cd $(SCRIPTS) && ../$(PY) -m spec_models.embedded
 	$(PY) $(SCRIPTS)/spec_precondition.py --draft $(DRAFT) $(COST_SIZES) --results $(RESULTS)/spec_precondition.json
 	$(PY) $(SCRIPTS)/spec_bench.py --draft $(DRAFT) $(SIZES) $(RESUME) --results $(RESULTS)/spec_bench.json
 	$(PY) $(SCRIPTS)/spec_plot.py --results $(RESULTS)

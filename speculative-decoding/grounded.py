@@ -39,7 +39,12 @@ PROGRAM = '''class Account:
 '''
 
 # The model is small: it copies once its answer has begun with words of the text, so each answer is begun here.
-RENAMED = PROGRAM.split("        if amount")[0].replace("balance", "cents").replace("with a cents in cents", "with its cents").rstrip()
+RENAMED = (
+    PROGRAM.split("        if amount")[0]
+    .replace("balance", "cents")
+    .replace("with a cents in cents", "with its cents")
+    .rstrip()
+)
 QUESTION = "Who was the last keeper, and what did she write down?"
 
 GROUNDED = {

@@ -28,16 +28,16 @@ from spec_common import (
     set_up,
     whole_list,
 )
-from spec_compare import Task, check_exact, counts, model_drafter, run_baseline, run_speculative, watched
-from spec_costs import costs_row
-from spec_options import add_task_options, check_prompts, fill_pair, make_task
-from spec_pairs import form, load_pair
+from spec_harness.cells import Task, check_exact, counts, model_drafter, run_baseline, run_speculative, watched
+from spec_harness.costs import costs_row
+from spec_harness.options import add_task_options, check_prompts, fill_pair, make_task
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import fixed, markdown_table, percent, progress
+from spec_harness.theory import cost_speedup, measured_v
+from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, FixedK, make_policy
+from spec_models.pairs import form, load_pair
 from spec_pass import forward, new_cache, top_tokens
-from spec_policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, FixedK, make_policy
-from spec_results import ResultFile, environment, settings
 from spec_rules import Greedy
-from spec_tables import fixed, markdown_table, percent, progress
-from spec_theory import cost_speedup, measured_v
 from workloads import WORKLOADS
 
 KS = (1, 2, 3, 4, 5, 6, 8)
@@ -53,7 +53,10 @@ def policy_arms(args, costs: dict) -> dict:
     v = measured_v(costs)
     arms = {f"k = {k}": (k, lambda k=k: FixedK(k)) for k in args.ks}
     for name in POLICIES[1:]:
-        arms[name] = (args.k, lambda name=name: make_policy(name, args.k, costs["c"], v, args.confidence, LOOP_OVERHEAD))
+        arms[name] = (
+            args.k,
+            lambda name=name: make_policy(name, args.k, costs["c"], v, args.confidence, LOOP_OVERHEAD),
+        )
     return arms
 
 
@@ -61,21 +64,35 @@ def run_requests(tasks: dict[str, Task], k: int, make, watching: bool = False) -
     """Every request in turn, one policy for all of them. Returns text -> what `run_speculative` or `watched` gives."""
     policy = make()
     written = {name: replace(task, k=k, policy=lambda _: policy) for name, task in tasks.items()}
-    return {name: watched(run_speculative, task) if watching else run_speculative(task) for name, task in written.items()}
+    return {
+        name: watched(run_speculative, task) if watching else run_speculative(task) for name, task in written.items()
+    }
 
 
-def counted(tasks: dict[str, Task], expected: dict, arm: str, k: int, make, costs: dict, allow_near_ties: bool) -> list[dict]:
+def counted(
+    tasks: dict[str, Task], expected: dict, arm: str, k: int, make, costs: dict, allow_near_ties: bool
+) -> list[dict]:
     """One watched run of an arm, checked: its counters by text, and the speedup that they and the costs predict."""
     v, rows = measured_v(costs), []
     for text, (done, _, watch) in run_requests(tasks, k, make, watching=True).items():
         tie = check_exact(tasks[text], arm, expected[text], done.tokens, allow_near_ties)
         row = counts(replace(tasks[text], k=k), done)
-        spent = sum(seconds for _, seconds, _ in watch.laps) - sum(watch.seconds("draft")) - sum(watch.seconds("verify"))
+        spent = (
+            sum(seconds for _, seconds, _ in watch.laps) - sum(watch.seconds("draft")) - sum(watch.seconds("verify"))
+        )
         overhead = spent / done.target_passes / costs["target_pass_s"]
         verified = [length + 1 for length in row["proposed_lengths"]]
         predicted = cost_speedup(row["emitted"], row["draft_passes"], verified, costs["c"], v, overhead)
         rows.append(
-            {"part": "counts", "arm": arm, "text": text, **row, "predicted": predicted, "near_ties": [tie] if tie else [], "error": None}
+            {
+                "part": "counts",
+                "arm": arm,
+                "text": text,
+                **row,
+                "predicted": predicted,
+                "near_ties": [tie] if tie else [],
+                "error": None,
+            }
         )
     return rows
 
@@ -91,7 +108,11 @@ def turn(tasks: dict[str, Task], expected: dict, arms: dict, number: int, warmup
         runs = run_requests(tasks, k, make)
         return runs, sum(seconds for _, seconds in runs.values())
 
-    every = {PLAIN: alone, **{arm: lambda k=k, make=make: speculative(k, make) for arm, (k, make) in arms.items()}, AGAIN: alone}
+    every = {
+        PLAIN: alone,
+        **{arm: lambda k=k, make=make: speculative(k, make) for arm, (k, make) in arms.items()},
+        AGAIN: alone,
+    }
     names = list(every)
     shift = number % len(names)
     samples = interleave({name: every[name] for name in names[shift:] + names[:shift]}, 1, warmup)
@@ -101,7 +122,13 @@ def turn(tasks: dict[str, Task], expected: dict, arms: dict, number: int, warmup
         for text, ((done, _), _) in runs.items():
             near_ties.append(check_exact(tasks[text], arm, expected[text], done.tokens, allow_near_ties))
         seconds[arm] = {text: spent for text, (_, spent) in runs.items()}
-    return {"part": "turn", "turn": number, "seconds": seconds, "near_ties": [tie for tie in near_ties if tie], "error": None}
+    return {
+        "part": "turn",
+        "turn": number,
+        "seconds": seconds,
+        "near_ties": [tie for tie in near_ties if tie],
+        "error": None,
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- oracle
@@ -112,7 +139,9 @@ def right_guesses(task: Task, tokens: list[int]) -> list[int]:
     """How many guesses in a row the draft would get right at every place of the text, were it asked there."""
     text = [*task.prompt[0].tolist(), *tokens]
     drafter = model_drafter(task, Greedy())
-    readable = next((place for place, token in enumerate(text) if token >= drafter.rows), len(text) - 1)  # silent from there on
+    readable = next(
+        (place for place, token in enumerate(text) if token >= drafter.rows), len(text) - 1
+    )  # silent from there on
     places, runs = readable - task.prompt.shape[1] + 1, [0]
     guesses = []
     if places > 0:
@@ -148,15 +177,24 @@ def pooled(file: ResultFile, arms: list[str], texts: list[str], oracle: dict[str
         mine = texts if text == "all" else [text]
         seconds = {arm: [sum(one[arm][name] for name in mine) for one in turns] for arm in [PLAIN, *arms, AGAIN]}
         n = sum(found[arms[0], name]["emitted"] for name in mine)
-        predicted = {arm: n / sum(found[arm, name]["emitted"] / found[arm, name]["predicted"] for name in mine) for arm in arms}
+        predicted = {
+            arm: n / sum(found[arm, name]["emitted"] / found[arm, name]["predicted"] for name in mine) for arm in arms
+        }
         best = max(value for arm, value in predicted.items() if arm.startswith("k = "))
         ideal = n / sum(found[arms[0], name]["emitted"] / oracle[name] for name in mine)
         for arm in [*arms, AGAIN]:
             summary = ratio_summary(seconds[PLAIN], seconds[arm])
-            row = {"arm": arm, "text": text, "speedup": summary["median"], "speedup_low": summary["low"], "speedup_high": summary["high"]}
+            row = {
+                "arm": arm,
+                "text": text,
+                "speedup": summary["median"],
+                "speedup_low": summary["low"],
+                "speedup_high": summary["high"],
+            }
             if arm != AGAIN:
                 totals = {
-                    key: sum(found[arm, name][key] for name in mine) for key in ("proposed", "accepted", "target_passes", "draft_passes")
+                    key: sum(found[arm, name][key] for name in mine)
+                    for key in ("proposed", "accepted", "target_passes", "draft_passes")
                 }
                 row |= {**totals, "block_efficiency": n / totals["target_passes"], "mean_k": totals["proposed"] / totals["target_passes"],
                         "predicted": predicted[arm], "oracle": ideal, "gap_closed": (predicted[arm] - best) / (ideal - best) if ideal > best else None}  # fmt: skip
@@ -166,7 +204,9 @@ def pooled(file: ResultFile, arms: list[str], texts: list[str], oracle: dict[str
 
 def against_fixed(file: ResultFile, rows: list[dict], arm: str, text: str, texts: list[str]) -> tuple[str, float]:
     """The best fixed k on that text by measured time, and the arm's speed over its speed, paired by turn."""
-    best = max((row for row in rows if row["text"] == text and row["arm"].startswith("k = ")), key=lambda row: row["speedup"])["arm"]
+    best = max(
+        (row for row in rows if row["text"] == text and row["arm"].startswith("k = ")), key=lambda row: row["speedup"]
+    )["arm"]
     turns = [row["seconds"] for row in file.rows if row.get("part") == "turn"]
     mine = texts if text == "all" else [text]
     times = {name: [sum(one[name][part] for part in mine) for one in turns] for name in (best, arm)}
@@ -252,7 +292,10 @@ def parse_args(argv):
     parser.add_argument("--ks", type=whole_list(1, 64), default=list(KS), help="the fixed k to compare with")
     parser.add_argument("-k", "--k", type=at_least(1, 64), default=8, help="the most guesses a round of the policies")
     parser.add_argument(
-        "--confidence", type=fraction, default=THRESHOLD, help="of the policy 'confidence': it stops after a less likely guess"
+        "--confidence",
+        type=fraction,
+        default=THRESHOLD,
+        help="of the policy 'confidence': it stops after a less likely guess",
     )
     args = parser.parse_args(argv)
     if args.loop != "lean":
@@ -272,7 +315,9 @@ def main(argv=None) -> int:
         f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, {args.n_tokens} tokens of every text\n"
     )
     config = settings(args, target=target.about, draft=draft.about, prompt_ids_sha256=hashes)
-    with ResultFile(args.results, "spec_adaptive", config, environment(device, dtype, target.model), args.resume) as file:
+    with ResultFile(
+        args.results, "spec_adaptive", config, environment(device, dtype, target.model), args.resume
+    ) as file:
         rows = run(args, tasks, file)
         file.finish({"arms": rows})
         print(

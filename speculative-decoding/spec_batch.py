@@ -16,9 +16,6 @@ import statistics
 from itertools import count, islice
 from pathlib import Path
 
-from batch_cache import check_rows
-from batch_compare import Requests, compare
-from batch_costs import batch_costs, bytes_needed, free_bytes
 from spec_common import (
     FEWEST_PAIRS,
     UserError,
@@ -31,11 +28,14 @@ from spec_common import (
     set_up,
     whole_list,
 )
-from spec_compare import Task, recorded, run_baseline
-from spec_options import add_task_options, check_prompts, chosen_prompts, fill_pair, make_task
-from spec_pairs import form, load_pair
-from spec_results import ResultFile, environment, settings
-from spec_tables import fixed, markdown_table, percent, progress
+from spec_harness.batch_costs import batch_costs, bytes_needed, free_bytes
+from spec_harness.batches import Requests, compare
+from spec_harness.cells import Task, recorded, run_baseline
+from spec_harness.options import add_task_options, check_prompts, chosen_prompts, fill_pair, make_task
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import fixed, markdown_table, percent, progress
+from spec_methods.rows import check_rows
+from spec_models.pairs import form, load_pair
 from workloads import WORKLOADS
 
 BATCHES = (1, 2, 4, 8, 16)
@@ -80,7 +80,9 @@ def that_fit(sizes: list[int], tasks: list[Task], device) -> list[int]:
         if needed <= OF_FREE_MEMORY * free:
             fit.append(size)
         else:
-            say(f"a batch of {size} is left out: about {needed / 1e9:.1f} GB beside the weights, {free / 1e9:.1f} GB are free")
+            say(
+                f"a batch of {size} is left out: about {needed / 1e9:.1f} GB beside the weights, {free / 1e9:.1f} GB are free"
+            )
     if not fit:
         raise UserError(f"--batches: not even a batch of {min(sizes)} fits into memory; lower it or --n-tokens")
     return fit
@@ -92,7 +94,9 @@ def alone(task: Task) -> dict:
         return {"tokens": run_baseline(task)[0][0].tokens}
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            raise UserError("--n-tokens: out of memory with one request alone; lower it or choose a smaller model") from error
+            raise UserError(
+                "--n-tokens: out of memory with one request alone; lower it or choose a smaller model"
+            ) from error
         raise
 
 
@@ -103,7 +107,9 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, d
     every = Requests(tasks[: max(sizes)], [name for name, _ in prompts][: max(sizes)])
     expected, costs, rows = [], [], []
     for name, task in progress(list(zip(every.names, every.tasks, strict=True)), "each request alone"):
-        expected.append(recorded(file, task, {"part": "alone", "request": name}, functools.partial(alone, task))["tokens"])
+        expected.append(
+            recorded(file, task, {"part": "alone", "request": name}, functools.partial(alone, task))["tokens"]
+        )
     context = round(statistics.mean(task.prompt.shape[1] for task in every.tasks)) + args.n_tokens // 2
     for size in progress(sorted({1, *sizes}), "what passes cost"):
         measure = functools.partial(batch_costs, every.first, size, context)
@@ -132,7 +138,9 @@ WHY = [
 
 
 def tables(rows: list[dict]) -> str:
-    shown = [{**row, "interval": row["error"] or f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}"} for row in rows]
+    shown = [
+        {**row, "interval": row["error"] or f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}"} for row in rows
+    ]
     return f"tokens per second\n\n{markdown_table(shown, SPEED)}\n\nwhy\n\n{markdown_table(shown, WHY)}"
 
 
@@ -184,7 +192,9 @@ def parse_args(argv):
     parser = make_parser(__doc__, "spec_batch", resume=True)
     add_task_options(parser)
     parser.set_defaults(n_tokens=32, prompt=None, limit=None)
-    parser.add_argument("--batches", type=whole_list(1, 4096), default=list(BATCHES), help="the batch sizes, e.g. 1,2,4,8")
+    parser.add_argument(
+        "--batches", type=whole_list(1, 4096), default=list(BATCHES), help="the batch sizes, e.g. 1,2,4,8"
+    )
     parser.add_argument(
         "--prompt-file",
         type=Path,
@@ -208,7 +218,9 @@ def main(argv=None) -> int:
     prompts = row_prompts(args)
     target, (draft,) = load_pair(args, device, dtype, [args.draft])
     hashes = check_prompts(args, target, [draft], prompts, args.k, device)
-    longest = max(make_task(args, target, draft, text, args.k, device).prompt.shape[1] for _, text in prompts) + args.n_tokens
+    longest = (
+        max(make_task(args, target, draft, text, args.k, device).prompt.shape[1] for _, text in prompts) + args.n_tokens
+    )
     for model in (target, draft):
         check_rows(model, longest)
     if args.prompt_file is None and len(prompts) > len(WORKLOADS):

@@ -13,14 +13,14 @@ from __future__ import annotations
 import statistics
 
 from spec_common import FEWEST_PAIRS, command, dtype_name, make_parser, ratio_summary, set_up, whole_list
-from spec_compare import cell
-from spec_costs import costs_row
-from spec_essay import essay_sweep, essay_workload, is_essay_pair
-from spec_options import add_task_options, check_prompts, fill_pair, make_task, workload_prompt
-from spec_pairs import form, load_pair
-from spec_results import ResultFile, environment, settings
-from spec_tables import fixed, markdown_table, percent, progress
-from spec_theory import ceiling
+from spec_harness.cells import cell
+from spec_harness.costs import costs_row
+from spec_harness.essay import essay_sweep, essay_workload, is_essay_pair
+from spec_harness.options import add_task_options, check_prompts, fill_pair, make_task, workload_prompt
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import fixed, markdown_table, percent, progress
+from spec_harness.theory import ceiling
+from spec_models.pairs import form, load_pair
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 KS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -43,7 +43,10 @@ def run(args, target, draft, file: ResultFile, device) -> tuple[list[dict], list
     for k in progress(args.ks, "k sweep"):
         task = make_task(args, target, draft, WORKLOADS[args.workload], k, device)
         sweep.append(cell(file, task, args, {"part": "k", "workload": args.workload, "k": k}, costs))
-    print(f"\nguessing further ahead: {args.workload}, {args.n_tokens} tokens\n\n{sweep_table(sweep, is_essay_pair(args))}", flush=True)
+    print(
+        f"\nguessing further ahead: {args.workload}, {args.n_tokens} tokens\n\n{sweep_table(sweep, is_essay_pair(args))}",
+        flush=True,
+    )
     best = best_of(sweep)
     ks = list(dict.fromkeys([best["k"] if best else USUAL_K, USUAL_K]))
     cells = [(name, k) for k in ks for name in args.workloads]
@@ -51,7 +54,10 @@ def run(args, target, draft, file: ResultFile, device) -> tuple[list[dict], list
     for name, k in progress(cells, "workloads"):
         task = make_task(args, target, draft, WORKLOADS[name], k, device)
         workloads.append(cell(file, task, args, {"part": "workload", "workload": name, "k": k}, costs))
-    print(f"\nthe text alone: {args.n_tokens} tokens of each workload\n\n{workload_table(workloads, is_essay_pair(args))}", flush=True)
+    print(
+        f"\nthe text alone: {args.n_tokens} tokens of each workload\n\n{workload_table(workloads, is_essay_pair(args))}",
+        flush=True,
+    )
     return sweep, workloads
 
 
@@ -60,7 +66,9 @@ def summarise(sweep: list[dict], workloads: list[dict]) -> dict:
     cells = [row for row in [*sweep, *workloads] if not row["error"]]
     if not cells:
         return {"verdict": "nothing could be measured"}
-    aa = ratio_summary(*([value for row in cells for value in row[name]] for name in ("baseline_s", "baseline_again_s")))
+    aa = ratio_summary(
+        *([value for row in cells for value in row[name]] for name in ("baseline_s", "baseline_again_s"))
+    )
     errors = [row["prediction_error"] for row in sweep if not row["error"]]
     best, foreseen = best_of(sweep), best_of(sweep, "predicted_costs")
     alphas = [row["alpha"] for row in sweep if row.get("alpha") is not None]
@@ -81,7 +89,10 @@ SHARED_COLUMNS = [
     ("acceptance_rate", "acceptance", percent), ("alpha", "alpha", fixed(2)), ("block_efficiency", "tokens/pass", fixed(2)),
     ("discarded", "discarded", str), ("target_passes", "target passes", str), ("draft_passes", "draft passes", str), ("aa", "A/A", fixed(2, "x")),
 ]  # fmt: skip
-ESSAY_COLUMNS = [("essay_speedup", "the essay's speedup", fixed(2, "x")), ("essay_acceptance", "its acceptance", percent)]
+ESSAY_COLUMNS = [
+    ("essay_speedup", "the essay's speedup", fixed(2, "x")),
+    ("essay_acceptance", "its acceptance", percent),
+]
 
 
 def shown(row: dict, published: dict) -> dict:
@@ -101,7 +112,9 @@ def sweep_table(rows: list[dict], essay: bool) -> str:
 
 def workload_table(rows: list[dict], essay: bool) -> str:
     columns = [("workload", "workload", str), ("k", "k", str), *SHARED_COLUMNS, *(ESSAY_COLUMNS if essay else [])]
-    return markdown_table([shown(row, essay_workload(row["workload"]) if essay and row["k"] == USUAL_K else {}) for row in rows], columns)
+    return markdown_table(
+        [shown(row, essay_workload(row["workload"]) if essay and row["k"] == USUAL_K else {}) for row in rows], columns
+    )
 
 
 def verdict(summary: dict, costs: dict, args) -> str:
@@ -139,7 +152,9 @@ def parse_args(argv):
     add_task_options(parser)
     parser.add_argument("--ks", type=whole_list(1, 1024), default=list(KS), help="the k sweep, e.g. 1,2,4,8")
     parser.add_argument("--workload", default=DEFAULT_WORKLOAD, help="the text of the k sweep")
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), metavar="NAME", help="the texts of the workload sweep")
+    parser.add_argument(
+        "--workloads", nargs="+", default=list(WORKLOADS), metavar="NAME", help="the texts of the workload sweep"
+    )
     return parser.parse_args(argv)
 
 
@@ -154,7 +169,9 @@ def main(argv=None) -> int:
     target, (draft,) = load_pair(args, device, dtype, [args.draft])
     prompts = [(name, WORKLOADS[name]) for name in dict.fromkeys([args.workload, *args.workloads])]
     hashes = check_prompts(args, target, [draft], prompts, max(args.ks), device)
-    print(f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
+    print(
+        f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}"
+    )
     config = settings(args, target=target.about, draft=draft.about, prompt_ids_sha256=hashes)
     with ResultFile(args.results, "spec_bench", config, environment(device, dtype, target.model), args.resume) as file:
         sweep, workloads = run(args, target, draft, file, device)

@@ -57,7 +57,9 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             print("\ninterrupted; call it again (sweeps go on where they were with --resume)", file=sys.stderr)
             return 130
         except OSError as error:
-            if isinstance(error, BrokenPipeError):  # the reader of our table left (`| head`): nothing to say, nobody to say it to
+            if isinstance(
+                error, BrokenPipeError
+            ):  # the reader of our table left (`| head`): nothing to say, nobody to say it to
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 141
             print(f"error: {error}", file=sys.stderr)
@@ -98,7 +100,9 @@ def pick_device(name: str) -> torch.device:
         found = ", ".join(kind for kind, there in here.items() if there)
         raise UserError(f"--device {name}: not on this machine; it has {found}")
     if index and kind in ("cuda", "xpu") and int(index) >= getattr(torch, kind).device_count():
-        raise UserError(f"--device {name}: this machine has {getattr(torch, kind).device_count()} of them, counted from 0")
+        raise UserError(
+            f"--device {name}: this machine has {getattr(torch, kind).device_count()} of them, counted from 0"
+        )
     return torch.device(name)
 
 
@@ -214,7 +218,9 @@ def reachable(path: Path, flag: str) -> Path:
         path = Path(path).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"{flag} {str(path)[:60]}: {getattr(error, 'strerror', None) or error}; name another place") from error
+        raise UserError(
+            f"{flag} {str(path)[:60]}: {getattr(error, 'strerror', None) or error}; name another place"
+        ) from error
     return path
 
 
@@ -224,7 +230,9 @@ def replaceable(path: Path) -> Path:
     if any(folder.exists() and not folder.is_dir() for folder in path.parents):
         raise UserError(f"--results {path}: a file stands where a folder should be; name another place")
     if path.exists() and not path.is_file():
-        raise UserError(f"--results {path}: a folder or a device, not a file that can be replaced; name a file such as results/mine.json")
+        raise UserError(
+            f"--results {path}: a folder or a device, not a file that can be replaced; name a file such as results/mine.json"
+        )
     return path
 
 
@@ -293,7 +301,9 @@ def make_parser(doc: str, script: str, resume: bool = False) -> Parser:
     parser = Parser(description=doc.strip(), formatter_class=Help)
     shared = parser.add_argument_group("the same in every script")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps or xpu")
-    shared.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on cpu, float16 on mps, bfloat16 else")
+    shared.add_argument(
+        "--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on cpu, float16 on mps, bfloat16 else"
+    )
     shared.add_argument("--revision", help="revision of the (target) model on the hub")
     shared.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
     shared.add_argument(
@@ -305,7 +315,9 @@ def make_parser(doc: str, script: str, resume: bool = False) -> Parser:
     shared.add_argument("--threads", type=at_least(0, 1024), default=0, help="CPU threads, 0 for torch's own choice")
     shared.add_argument("--repeats", type=at_least(1), default=3, help="counted measurements of each arm")
     shared.add_argument("--warmup", type=at_least(0), default=1, help="uncounted turns of each arm before them")
-    shared.add_argument("--results", type=Path, default=HERE / "results" / "local" / f"{script}.json", help="where the JSON goes")
+    shared.add_argument(
+        "--results", type=Path, default=HERE / "results" / "local" / f"{script}.json", help="where the JSON goes"
+    )
     if resume:
         shared.add_argument(
             "--resume",

@@ -14,11 +14,21 @@ from __future__ import annotations
 import statistics
 import sys
 
-from spec_common import FEWEST_PAIRS, ClaimFailed, at_least, command, dtype_name, make_parser, ratio_summary, say, set_up
-from spec_compare import cell
-from spec_costs import costs_row
-from spec_essay import essay_decode, is_essay_pair
-from spec_options import (
+from spec_common import (
+    FEWEST_PAIRS,
+    ClaimFailed,
+    at_least,
+    command,
+    dtype_name,
+    make_parser,
+    ratio_summary,
+    say,
+    set_up,
+)
+from spec_harness.cells import cell
+from spec_harness.costs import costs_row
+from spec_harness.essay import essay_decode, is_essay_pair
+from spec_harness.options import (
     add_policy_options,
     add_prompt_options,
     add_task_options,
@@ -29,10 +39,10 @@ from spec_options import (
     make_task,
     with_policy,
 )
-from spec_pairs import PAIRS, form, load_pair
-from spec_reference import overridden, reference_arms
-from spec_results import ResultFile, environment, settings
-from spec_tables import fixed, markdown_table, percent
+from spec_harness.reference import overridden, reference_arms
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import fixed, markdown_table, percent
+from spec_models.pairs import PAIRS, form, load_pair
 
 ACCEPTED, CORRECTED, DISCARDED, PLAIN = "\033[32m", "\033[33m", "\033[2;9m", "\033[0m"
 
@@ -45,7 +55,13 @@ def what_it_does(row: dict, published: dict | None) -> str:
     rows = []
 
     def line(label: str, form, plain, fast) -> None:
-        rows.append({"label": label, "plain": None if plain is None else form(plain), "fast": None if fast is None else form(fast)})
+        rows.append(
+            {
+                "label": label,
+                "plain": None if plain is None else form(plain),
+                "fast": None if fast is None else form(fast),
+            }
+        )
 
     whole = fixed(0)
     line("tokens per second", fixed(2), row["baseline_tokens_per_s"], row["speculative_tokens_per_s"])
@@ -79,7 +95,15 @@ def against_transformers(row: dict) -> str | None:
         if f"{arm}_end_to_end_s" in row:
             ratio = ratio_summary(row[f"{arm}_end_to_end_s"], row[f"{ours}_end_to_end_s"])
             theirs, mine = (statistics.median(row[f"{name}_end_to_end_s"]) for name in (arm, ours))
-            rows.append({"arm": f"{arm}, our {ours}", "theirs": theirs, "mine": mine, "ratio": ratio["median"], "interval": ratio})
+            rows.append(
+                {
+                    "arm": f"{arm}, our {ours}",
+                    "theirs": theirs,
+                    "mine": mine,
+                    "ratio": ratio["median"],
+                    "interval": ratio,
+                }
+            )
     columns = [
         ("arm", "arm", str),
         ("theirs", "theirs, s", fixed(3)),
@@ -98,14 +122,20 @@ def verdict(row: dict) -> str:
     if row["draft_passes"] == 0:
         words = f"the draft was not asked for a guess, so both arms did the same work: {interval}"
     elif pairs < FEWEST_PAIRS:
-        words = f"{row['speedup']:.2f}x from too few pairs for a verdict ({pairs}); take --repeats {FEWEST_PAIRS} or more"
+        words = (
+            f"{row['speedup']:.2f}x from too few pairs for a verdict ({pairs}); take --repeats {FEWEST_PAIRS} or more"
+        )
     elif row["speedup_low"] > 1 and row["speedup"] > row["aa_high"]:
         words = f"speculation writes this text {interval} as fast"
     elif row["speedup_high"] < 1:
         words = f"do not speculate here: {interval}, slower than the target alone"
     else:
         words = f"no difference beyond the noise: {interval}"
-    text = "token for token the target's own text" if row["exact"] else f"NOT the same text, a near-tie excused: {row['near_ties'][0]}"
+    text = (
+        "token for token the target's own text"
+        if row["exact"]
+        else f"NOT the same text, a near-tie excused: {row['near_ties'][0]}"
+    )
     return f"{text}; {words}; {aa}."
 
 
@@ -117,8 +147,14 @@ def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
     for number, (guesses, kept, count) in enumerate(rounds, 1):
         written, start = tokens[start : start + count], start + count
         kept = min(kept, count)
-        parts = [("accepted", marks[0], written[:kept]), ("target", marks[1], written[kept:]), ("discarded", marks[2], guesses[kept:])]
-        shown = [f"{name} {mark}{tokenizer.decode(part)!r}{marks[3] if mark else ''}" for name, mark, part in parts if part]
+        parts = [
+            ("accepted", marks[0], written[:kept]),
+            ("target", marks[1], written[kept:]),
+            ("discarded", marks[2], guesses[kept:]),
+        ]
+        shown = [
+            f"{name} {mark}{tokenizer.decode(part)!r}{marks[3] if mark else ''}" for name, mark, part in parts if part
+        ]
         lines.append(f"{number:>3}  " + "   ".join(shown))
     return "\n".join(lines)
 
@@ -133,7 +169,9 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, d
         task = make_task(args, target, draft, text, args.k, device)
         say(f"{name}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ...")
         context = task.prompt.shape[1] + task.n_tokens // 2
-        costs = costs_row(file, task.target, task.draft, context, [task.k], task.limit) if args.k_policy == "cost" else None
+        costs = (
+            costs_row(file, task.target, task.draft, context, [task.k], task.limit) if args.k_policy == "cost" else None
+        )
         arms = reference_arms(task) if args.vs_transformers else {}
         rows.append(cell(file, with_policy(args, task, costs), args, {"workload": name}, costs, arms))
     return rows
@@ -144,7 +182,9 @@ def print_row(row: dict, args, tokenizer) -> None:
     if row["error"]:
         print(f"\n{row['workload']}: not measured, {row['error']}")
         return
-    print(f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, essay_decode(row) if is_essay_pair(args) else None)}\n")
+    print(
+        f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, essay_decode(row) if is_essay_pair(args) else None)}\n"
+    )
     if table := against_transformers(row):
         print(f"{table}\n")
     if args.show:
@@ -161,7 +201,9 @@ def check_self_draft(rows: list[dict]) -> None:
             raise ClaimFailed(
                 f"{row['workload']}: a model drafting for itself had {row['rejections']} guesses rejected: its cache is wrong"
             )
-        say(f"{row['workload']}: {row['rejections']} of the model's own guesses were rejected, at near-ties of its half precision")
+        say(
+            f"{row['workload']}: {row['rejections']} of the model's own guesses were rejected, at near-ties of its half precision"
+        )
 
 
 def median_of(rows: list[dict], name: str) -> float | None:
@@ -175,9 +217,13 @@ def parse_args(argv):
     add_prompt_options(parser)
     add_policy_options(parser)
     parser.add_argument("-k", "--k", type=at_least(0, 1024), default=5, help="guesses a round; 0 is plain decoding")
-    parser.add_argument("--self-draft", action="store_true", help="the target drafts for itself: acceptance must be 100 %%")
+    parser.add_argument(
+        "--self-draft", action="store_true", help="the target drafts for itself: acceptance must be 100 %%"
+    )
     parser.add_argument("--show", action="store_true", help="print the text round by round")
-    parser.add_argument("--vs-transformers", action="store_true", help="add `generate`, greedy and assisted at the same k")
+    parser.add_argument(
+        "--vs-transformers", action="store_true", help="add `generate`, greedy and assisted at the same k"
+    )
     return parser.parse_args(argv)
 
 
@@ -194,9 +240,15 @@ def main(argv=None) -> int:
     target, (draft,) = load_pair(args, device, dtype, [args.draft])
     hashes = check_prompts(args, target, [draft], prompts, args.k, device)
     config = settings(
-        args, target=target.about, draft=draft.about, prompt_ids_sha256=hashes, generation_config_overridden=overridden(target.model)
+        args,
+        target=target.about,
+        draft=draft.about,
+        prompt_ids_sha256=hashes,
+        generation_config_overridden=overridden(target.model),
     )
-    print(f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}")
+    print(
+        f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}"
+    )
     with ResultFile(args.results, "spec_decode", config, environment(device, dtype, target.model), args.resume) as file:
         rows = run(args, target, draft, prompts, file, device)
         for row in rows:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import statistics
 
-import cpu_linear
 from spec_common import UserError, at_least, command, dtype_name, make_parser, ratio_summary, set_up
-from spec_compare import cell
-from spec_costs import measured_costs
-from spec_essay import essay_draft
-from spec_models import EMBEDDED
-from spec_options import add_decoding_options, make_task, workload_prompt
-from spec_pairs import EMBEDDED_DRAFTS, load_pair
-from spec_results import ResultFile, environment, settings
-from spec_tables import fixed, markdown_table, percent, progress
+from spec_harness.cells import cell
+from spec_harness.costs import measured_costs
+from spec_harness.essay import essay_draft
+from spec_harness.options import add_decoding_options, make_task, workload_prompt
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import fixed, markdown_table, percent, progress
+from spec_models import linear as cpu_linear
+from spec_models.load import EMBEDDED
+from spec_models.pairs import EMBEDDED_DRAFTS, load_pair
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 
@@ -41,8 +41,12 @@ def run(args, target, drafts, file: ResultFile, device) -> list[dict]:
     costs = {}
     for draft, name in progress(cells, "drafts"):
         task = make_task(args, target, draft, WORKLOADS[name], args.k, device)
-        costs[draft.name] = costs_row(file, target, draft, task.prompt.shape[1] + args.n_tokens // 2, args.k, task.limit)
-        measured[draft.name].append(cell(file, task, args, {"part": "draft", "draft": draft.name, "workload": name}, costs[draft.name]))
+        costs[draft.name] = costs_row(
+            file, target, draft, task.prompt.shape[1] + args.n_tokens // 2, args.k, task.limit
+        )
+        measured[draft.name].append(
+            cell(file, task, args, {"part": "draft", "draft": draft.name, "workload": name}, costs[draft.name])
+        )
     return [pooled(draft, costs[draft.name], measured[draft.name]) for draft in drafts]
 
 
@@ -55,7 +59,9 @@ def pooled(draft, costs: dict, rows: list[dict]) -> dict:
         return row
     accepted, proposed = (sum(one[name] for one in good) for name in ("accepted", "proposed"))
     rejected = sum(one["rejections"] for one in good)
-    ratios = ratio_summary(*([value for one in good for value in one[name]] for name in ("baseline_s", "speculative_s")))
+    ratios = ratio_summary(
+        *([value for one in good for value in one[name]] for name in ("baseline_s", "speculative_s"))
+    )
     alpha = accepted / (accepted + rejected) if accepted + rejected else None
     return {
         **row, "proposed": proposed, "accepted": accepted, "discarded": proposed - accepted, "acceptance_rate": accepted / proposed if proposed else None,
@@ -156,7 +162,9 @@ def main(argv=None) -> int:
     with ResultFile(args.results, "spec_drafts", config, environment(device, dtype, target.model), args.resume) as file:
         rows = run(args, target, drafts, file, device)
         file.finish({"drafts": rows})
-    print(f"{table(rows, any(essay_draft(draft.name) for draft in drafts))}\n\n{verdict(rows)}\nresults in {args.results}")
+    print(
+        f"{table(rows, any(essay_draft(draft.name) for draft in drafts))}\n\n{verdict(rows)}\nresults in {args.results}"
+    )
     return int(all(row["error"] for row in rows))
 
 

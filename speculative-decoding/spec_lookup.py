@@ -14,11 +14,21 @@ import statistics
 from dataclasses import replace
 
 from grounded import GROUNDED
-from lookup_drafter import MATCHES, HybridDrafter, LookupDrafter
-from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, at_least, command, dtype_name, make_parser, ratio_summary, say, set_up
-from spec_compare import Task, cell, model_drafter, ratio, run_speculative, watched
-from spec_costs import costs_row
-from spec_options import (
+from spec_common import (
+    FEWEST_PAIRS,
+    ClaimFailed,
+    UserError,
+    at_least,
+    command,
+    dtype_name,
+    make_parser,
+    ratio_summary,
+    say,
+    set_up,
+)
+from spec_harness.cells import Task, cell, model_drafter, ratio, run_speculative, watched
+from spec_harness.costs import costs_row
+from spec_harness.options import (
     add_policy_options,
     add_prompt_options,
     add_task_options,
@@ -29,10 +39,11 @@ from spec_options import (
     make_task,
     with_policy,
 )
-from spec_pairs import PAIRS, form, load_pair
-from spec_reference import overridden, prompt_lookup_rounds, run_prompt_lookup
-from spec_results import ResultFile, environment, settings
-from spec_tables import fixed, markdown_table, percent, progress
+from spec_harness.reference import overridden, prompt_lookup_rounds, run_prompt_lookup
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import fixed, markdown_table, percent, progress
+from spec_methods.lookup import MATCHES, HybridDrafter, LookupDrafter
+from spec_models.pairs import PAIRS, form, load_pair
 from workloads import WORKLOADS
 
 TEXTS = {**GROUNDED, **WORKLOADS}
@@ -58,9 +69,14 @@ def method_task(args, method: str, task: Task) -> Task:
 def look_ups(task: Task) -> dict:
     """From a watched run of its own: the share of rounds in which something matched, and the seconds of one look-up."""
     made = []
-    done, _, watch = watched(run_speculative, replace(task, drafter=lambda *given: made.append(task.drafter(*given)) or made[-1]))
+    done, _, watch = watched(
+        run_speculative, replace(task, drafter=lambda *given: made.append(task.drafter(*given)) or made[-1])
+    )
     drafter = getattr(made[-1], "lookup", made[-1])
-    return {"match_rate": ratio(drafter.matches, done.target_passes), "look_up_s": statistics.median(watch.seconds("look-up"))}
+    return {
+        "match_rate": ratio(drafter.matches, done.target_passes),
+        "look_up_s": statistics.median(watch.seconds("look-up")),
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- running
@@ -77,8 +93,16 @@ def check_rounds(args, row: dict) -> None:
     A near-tie that was excused parts the texts and with them the rounds.
     """
     theirs = row["transformers_emitted_lengths"]
-    if theirs is not None and args.match == "first" and same_search(args) and not row["near_ties"] and theirs != row["emitted_lengths"]:
-        raise ClaimFailed(f"{row['text']}: rounds of generate's prompt look-up wrote {theirs} tokens, ours {row['emitted_lengths']}")
+    if (
+        theirs is not None
+        and args.match == "first"
+        and same_search(args)
+        and not row["near_ties"]
+        and theirs != row["emitted_lengths"]
+    ):
+        raise ClaimFailed(
+            f"{row['text']}: rounds of generate's prompt look-up wrote {theirs} tokens, ours {row['emitted_lengths']}"
+        )
 
 
 def measured(file: ResultFile, task: Task, args, where: dict, costs: dict) -> dict:
@@ -110,7 +134,12 @@ def run(args, target, draft, texts: list[tuple[str, str]], file: ResultFile, dev
     context = statistics.median_low(task.prompt.shape[1] for task in tasks.values()) + args.n_tokens // 2
     say("what passes cost ...")
     costs = costs_row(
-        file, target.model, draft and draft.model, context, [args.k, args.k // 2, args.draft_k], next(iter(tasks.values())).limit
+        file,
+        target.model,
+        draft and draft.model,
+        context,
+        [args.k, args.k // 2, args.draft_k],
+        next(iter(tasks.values())).limit,
     )
     rows = []
     for name, method in progress([(name, method) for name in tasks for method in args.methods], "look-up"):
@@ -150,7 +179,10 @@ def more_rounds(args, summary: dict) -> bool:
 
 
 def method_verdict(method: str, where: dict) -> str:
-    named = {kind: ", ".join(f"{text} ({speedup:.2f}x)" for text, speedup in speedups.items()) for kind, speedups in where.items()}
+    named = {
+        kind: ", ".join(f"{text} ({speedup:.2f}x)" for text, speedup in speedups.items())
+        for kind, speedups in where.items()
+    }
     return f"{method}: " + "; ".join(f"{VERDICTS[kind]} {texts}" for kind, texts in named.items() if texts) + "."
 
 
@@ -164,18 +196,28 @@ def verdict(args, summary: dict) -> str:
     """Where each method pays and where not, and what the claim rests on."""
     if "verdict" in summary:
         return f"{summary['verdict']}; see the errors in the result file"
-    exact = f"{summary['near_ties']} near-ties excused" if summary["near_ties"] else "token for token the target's own text"
+    exact = (
+        f"{summary['near_ties']} near-ties excused" if summary["near_ties"] else "token for token the target's own text"
+    )
     lines = [f"every sample of every arm: {exact}."]
     if summary["pairs"] < FEWEST_PAIRS:
-        lines.append(f"too few pairs for a verdict ({summary['pairs']}) on where it pays; take --repeats {FEWEST_PAIRS} or more.")
+        lines.append(
+            f"too few pairs for a verdict ({summary['pairs']}) on where it pays; take --repeats {FEWEST_PAIRS} or more."
+        )
     else:
-        lines += [method_verdict(method, summary["where"][method]) for method in args.methods if any(summary["where"][method].values())]
+        lines += [
+            method_verdict(method, summary["where"][method])
+            for method in args.methods
+            if any(summary["where"][method].values())
+        ]
     if summary["look_up_cost"] is not None:
         lines.append(f"one look-up costs {summary['look_up_cost']:.4f} of a target pass.")
     if summary["rounds"] is not None:
         lines.append(rounds_verdict(args, summary))
     aa = summary["aa"]
-    lines.append(f"the same code against itself: {aa['median']:.3f}x ({aa['low']:.3f} to {aa['high']:.3f}, {aa['n']} pairs).")
+    lines.append(
+        f"the same code against itself: {aa['median']:.3f}x ({aa['low']:.3f} to {aa['high']:.3f}, {aa['n']} pairs)."
+    )
     return "\n".join(lines)
 
 
@@ -189,7 +231,9 @@ COLUMNS = [
 
 def table(rows: list[dict]) -> str:
     intervals = [row["error"] or f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}" for row in rows]
-    return markdown_table([{**row, "interval": interval} for row, interval in zip(rows, intervals, strict=True)], COLUMNS)
+    return markdown_table(
+        [{**row, "interval": interval} for row, interval in zip(rows, intervals, strict=True)], COLUMNS
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the user
@@ -200,13 +244,27 @@ def parse_args(argv):
     add_task_options(parser)
     add_policy_options(parser)
     add_prompt_options(parser, ("all", *TEXTS), "all")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="lookup alone needs no draft model")
-    parser.add_argument("-k", "--k", type=at_least(1, 1024), default=10, help="tokens copied a round, at most")
-    parser.add_argument("--draft-k", type=at_least(1, 1024), default=5, help="guesses of the draft model a round, alone and in the hybrid")
-    parser.add_argument("--ngram-max", type=at_least(1, LONGEST_NGRAM), default=3, help="last tokens to search for, the longest first")
-    parser.add_argument("--ngram-min", type=at_least(1, LONGEST_NGRAM), default=1, help="last tokens that must match at least")
     parser.add_argument(
-        "--match", choices=MATCHES, default=MATCHES[0], help="which of several matches is copied; first: as `generate` does"
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="lookup alone needs no draft model"
+    )
+    parser.add_argument("-k", "--k", type=at_least(1, 1024), default=10, help="tokens copied a round, at most")
+    parser.add_argument(
+        "--draft-k",
+        type=at_least(1, 1024),
+        default=5,
+        help="guesses of the draft model a round, alone and in the hybrid",
+    )
+    parser.add_argument(
+        "--ngram-max", type=at_least(1, LONGEST_NGRAM), default=3, help="last tokens to search for, the longest first"
+    )
+    parser.add_argument(
+        "--ngram-min", type=at_least(1, LONGEST_NGRAM), default=1, help="last tokens that must match at least"
+    )
+    parser.add_argument(
+        "--match",
+        choices=MATCHES,
+        default=MATCHES[0],
+        help="which of several matches is copied; first: as `generate` does",
     )
     return parser.parse_args(argv)
 
@@ -240,7 +298,9 @@ def main(argv=None) -> int:
     args.methods = [method for method in METHODS if method in args.methods]
     check_policy(args)
     if args.k_policy == "confidence" and args.methods == ["lookup"]:
-        raise UserError("--k-policy confidence: a copied guess has no confidence to look at; choose cost, or a method with a draft")
+        raise UserError(
+            "--k-policy confidence: a copied guess has no confidence to look at; choose cost, or a method with a draft"
+        )
     if args.ngram_min > args.ngram_max:
         raise UserError(f"--ngram-min {args.ngram_min}: more than --ngram-max {args.ngram_max}; lower it")
     texts = texts_of(args)

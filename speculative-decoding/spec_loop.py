@@ -63,7 +63,9 @@ def prefill(target, prompt: torch.Tensor, room: int) -> State:
 
 
 @torch.inference_mode()
-def baseline(target, state: State, n_tokens: int, ends: frozenset[int] = frozenset(), watch=unwatched, rule=GREEDY) -> Decoded:
+def baseline(
+    target, state: State, n_tokens: int, ends: frozenset[int] = frozenset(), watch=unwatched, rule=GREEDY
+) -> Decoded:
     """Plain decoding: one target pass a token, no more. Takes the state that `prefill` made."""
     ids, length, cache, done = state.ids, state.length, state.cache, Decoded()
     while len(done.tokens) < n_tokens and not ends & set(done.tokens[-1:]):

@@ -13,12 +13,12 @@ import inspect
 
 import torch
 
-import cpu_linear
-from spec_checks import check_room, prompt_ids
 from spec_common import UserError, at_least, command, dtype_name, make_parser, set_up
-from spec_models import EMBEDDED, linear_kind, load
-from spec_results import ResultFile, environment, settings
-from spec_tables import markdown_table
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import markdown_table
+from spec_models import linear as cpu_linear
+from spec_models.checks import check_room, prompt_ids
+from spec_models.load import EMBEDDED, linear_kind, load
 
 ESSAY_TEXT = "The capital of France is Paris and it"
 ESSAY_CUT = 5
@@ -38,7 +38,12 @@ def predictions(logits: torch.Tensor, tokenizer, ids: list[int]) -> list[dict]:
     """One row per prefix: its text, and the token the model would write next."""
     choices = logits.argmax(-1).tolist()
     return [
-        {"position": i, "prefix": tokenizer.decode(ids[: i + 1]), "prediction_id": choice, "prediction": tokenizer.decode([choice])}
+        {
+            "position": i,
+            "prefix": tokenizer.decode(ids[: i + 1]),
+            "prediction_id": choice,
+            "prediction": tokenizer.decode([choice]),
+        }
         for i, choice in enumerate(choices)
     ]
 
@@ -56,9 +61,13 @@ def run(model, tokenizer, ids: torch.Tensor, cut: int) -> tuple[list[dict], dict
         raise UserError(f"--model: logits are not finite in {dtype_name(model.dtype)}; try another --dtype")
     rows = predictions(whole, tokenizer, ids[0].tolist())
     shortened = all_logits(model, ids[:, :cut])
-    for row, difference, choice in zip(rows, differences(whole, shortened), shortened.argmax(-1).tolist(), strict=False):
+    for row, difference, choice in zip(
+        rows, differences(whole, shortened), shortened.argmax(-1).tolist(), strict=False
+    ):
         row.update(
-            truncated_prediction=tokenizer.decode([choice]), truncated_difference=difference, truncated_same=choice == row["prediction_id"]
+            truncated_prediction=tokenizer.decode([choice]),
+            truncated_difference=difference,
+            truncated_same=choice == row["prediction_id"],
         )
     for i, row in enumerate(rows):
         alone = all_logits(model, ids[:, : i + 1])[-1]
@@ -68,7 +77,11 @@ def run(model, tokenizer, ids: torch.Tensor, cut: int) -> tuple[list[dict], dict
             alone_same=int(alone.argmax()) == row["prediction_id"],
         )
     allowed = TOLERANCE.get(model.dtype, 0.3) * float(whole.std())
-    broken = [row["position"] for row in rows if not max(row["alone_difference"], row.get("truncated_difference", 0)) <= allowed]
+    broken = [
+        row["position"]
+        for row in rows
+        if not max(row["alone_difference"], row.get("truncated_difference", 0)) <= allowed
+    ]
     summary = {
         "largest_numerical_difference": max(row.get("truncated_difference", 0) for row in rows),
         "largest_difference_alone": max(row["alone_difference"] for row in rows),
@@ -121,14 +134,22 @@ def main(argv=None) -> int:
     cpu_linear.pack([loaded.model], kind)
     print(f"{loaded.name}, {device}, {dtype_name(dtype)}, linear layers: {kind}\n")
     with ResultFile(
-        args.results, "spec_one_pass", settings(args, model=loaded.about), environment(device, dtype, loaded.model), None
+        args.results,
+        "spec_one_pass",
+        settings(args, model=loaded.about),
+        environment(device, dtype, loaded.model),
+        None,
     ) as file:
         rows, summary = run(loaded.model, loaded.tokenizer, ids, args.truncate)
         for row in rows:
             file.add(row)
         file.finish(summary)
-    print(f"input: {len(rows)} tokens -> {len(rows)} predictions, one pass\n\n{markdown_table(rows, COLUMNS_ONE_PASS)}\n")
-    print(f"the same pass cut to its first {args.truncate} tokens\n\n{markdown_table(rows[: args.truncate], COLUMNS_TRUNCATED)}\n")
+    print(
+        f"input: {len(rows)} tokens -> {len(rows)} predictions, one pass\n\n{markdown_table(rows, COLUMNS_ONE_PASS)}\n"
+    )
+    print(
+        f"the same pass cut to its first {args.truncate} tokens\n\n{markdown_table(rows[: args.truncate], COLUMNS_TRUNCATED)}\n"
+    )
     print(f"largest numerical difference: {summary['largest_numerical_difference']:.4f}\n")
     print(f"each prefix run alone, {len(rows)} passes\n\n{markdown_table(rows, COLUMNS_ALONE)}\n")
     if not summary["nesting_holds"]:

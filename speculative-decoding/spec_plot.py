@@ -16,8 +16,24 @@ from pathlib import Path
 from spec_common import HERE, Help, Parser, UserError, command, reachable, say
 
 THEMES = {
-    "light": {"paper": "#ffffff", "ink": "#1f2430", "faint": "#c9cdd6", "a": "#2a6fdb", "b": "#e07a1f", "c": "#2f9e5f", "d": "#8a8f9c"},
-    "dark": {"paper": "#14171f", "ink": "#e6e9f0", "faint": "#3a404d", "a": "#6ea8ff", "b": "#f2a65a", "c": "#63d297", "d": "#9aa1b0"},
+    "light": {
+        "paper": "#ffffff",
+        "ink": "#1f2430",
+        "faint": "#c9cdd6",
+        "a": "#2a6fdb",
+        "b": "#e07a1f",
+        "c": "#2f9e5f",
+        "d": "#8a8f9c",
+    },
+    "dark": {
+        "paper": "#14171f",
+        "ink": "#e6e9f0",
+        "faint": "#3a404d",
+        "a": "#6ea8ff",
+        "b": "#f2a65a",
+        "c": "#63d297",
+        "d": "#9aa1b0",
+    },
 }
 SIZE = (8, 4.6)
 
@@ -41,9 +57,7 @@ def caption(document: dict) -> str:
     where, config = document["environment"], document["config"]
     models = [config[name]["name"] for name in ("target", "draft", "model") if isinstance(config.get(name), dict)]
     device = where["cpu_model"] if where["device"] == "cpu" else where["device_name"]
-    return (
-        f"{' + '.join(models)} · {device}, {where['threads']} threads · {where['dtype']} · commit {(where['git_commit'] or 'unknown')[:9]}"
-    )
+    return f"{' + '.join(models)} · {device}, {where['threads']} threads · {where['dtype']} · commit {(where['git_commit'] or 'unknown')[:9]}"
 
 
 def axes(theme: dict, title: str, foot: str, x: str, y: str):
@@ -83,27 +97,58 @@ def plot_k_sweep(document: dict, theme: dict):
     if not rows:
         return None
     ks = [row["k"] for row in rows]
-    figure, ax = axes(theme, f"Guessing further ahead: {rows[0]['workload']}", caption(document), "k, guesses a round", "speedup")
+    figure, ax = axes(
+        theme, f"Guessing further ahead: {rows[0]['workload']}", caption(document), "k, guesses a round", "speedup"
+    )
     ax.axhline(1, color=theme["d"], linewidth=1, linestyle=":")
     ax.errorbar(
-        ks, [row["speedup"] for row in rows], errors(rows, "speedup"), color=theme["a"], marker="o", capsize=3, label="speedup, measured"
+        ks,
+        [row["speedup"] for row in rows],
+        errors(rows, "speedup"),
+        color=theme["a"],
+        marker="o",
+        capsize=3,
+        label="speedup, measured",
     )
-    ax.plot(ks, [row["predicted_costs"] for row in rows], color=theme["a"], linestyle="--", linewidth=1, label="predicted from costs")
+    ax.plot(
+        ks,
+        [row["predicted_costs"] for row in rows],
+        color=theme["a"],
+        linestyle="--",
+        linewidth=1,
+        label="predicted from costs",
+    )
     ax.set_ylim(bottom=0)
     ax.set_xticks(ks)
     passes = ax.twinx()
     passes.plot(
-        ks, [row["target_passes"] for row in rows], color=theme["c"], marker="s", markersize=4, linewidth=1, label="target passes (right)"
+        ks,
+        [row["target_passes"] for row in rows],
+        color=theme["c"],
+        marker="s",
+        markersize=4,
+        linewidth=1,
+        label="target passes (right)",
     )
     passes.plot(
-        ks, [row["draft_passes"] for row in rows], color=theme["b"], marker="^", markersize=4, linewidth=1, label="draft passes (right)"
+        ks,
+        [row["draft_passes"] for row in rows],
+        color=theme["b"],
+        marker="^",
+        markersize=4,
+        linewidth=1,
+        label="draft passes (right)",
     )
     passes.set_ylabel("passes", color=theme["ink"])
     passes.set_ylim(bottom=0)
     passes.tick_params(colors=theme["ink"])
     for spine in passes.spines.values():
         spine.set_visible(False)
-    handles = [part for both in zip(ax.get_legend_handles_labels(), passes.get_legend_handles_labels(), strict=True) for part in both]
+    handles = [
+        part
+        for both in zip(ax.get_legend_handles_labels(), passes.get_legend_handles_labels(), strict=True)
+        for part in both
+    ]
     figure.legend(
         handles[0] + handles[1],
         handles[2] + handles[3],
@@ -121,7 +166,13 @@ def plot_costs(document: dict, theme: dict):
     if not rows or not document["summary"]:  # an interrupted run has no device limits yet
         return None
     n, summary = [row["tokens"] for row in rows], document["summary"]
-    figure, ax = axes(theme, "What checking n tokens costs against producing one", caption(document), "tokens in the pass, n", "ms a pass")
+    figure, ax = axes(
+        theme,
+        "What checking n tokens costs against producing one",
+        caption(document),
+        "tokens in the pass, n",
+        "ms a pass",
+    )
     spread = [[min(row["seconds"]) * 1000 for row in rows], [max(row["seconds"]) * 1000 for row in rows]]
     ax.fill_between(n, *spread, color=theme["a"], alpha=0.15, linewidth=0)
     ax.plot(n, [row["pass_ms"] for row in rows], color=theme["a"], marker="o", label="measured (band: all samples)")
@@ -141,7 +192,9 @@ def plot_costs(document: dict, theme: dict):
     ax.plot(corner, floor, color=theme["d"], linestyle="--", label="floor: read every weight once, or the arithmetic")
     if ridge <= last:
         ax.axvline(ridge, color=theme["d"], linewidth=0.8, linestyle=":")
-        ax.annotate(f"ridge n* = {ridge:.1f}", (ridge, 0), (4, 4), textcoords="offset points", color=theme["d"], fontsize=8)
+        ax.annotate(
+            f"ridge n* = {ridge:.1f}", (ridge, 0), (4, 4), textcoords="offset points", color=theme["d"], fontsize=8
+        )
     ax.set_ylim(bottom=0)
     ax.set_xticks(n)
     legend(ax, theme, loc="upper left")
@@ -171,7 +224,9 @@ def plot_workloads(document: dict, theme: dict):
         )
         for place, row in zip(places, mine, strict=True):
             text = "alpha\n-" if row["alpha"] is None else f"alpha\n{row['alpha']:.2f}"
-            ax.annotate(text, (place, 0), (0, 4), textcoords="offset points", color=theme["paper"], fontsize=8, ha="center")
+            ax.annotate(
+                text, (place, 0), (0, 4), textcoords="offset points", color=theme["paper"], fontsize=8, ha="center"
+            )
     ax.set_xticks(range(len(names)), names)
     figure.legend(frameon=False, labelcolor=theme["ink"], fontsize=9, loc="outside upper center", ncols=2)
     return figure
@@ -185,7 +240,11 @@ def plot_time(document: dict, theme: dict):
     title, label = f"Where the time goes: {rows[0]['workload']}", "ms a token"
     figure, ax = axes(theme, title, caption(document), "k, guesses a round", label)
     places, bottom = range(len(rows)), [0.0] * len(rows)
-    for name, label, colour in (("draft_s", "draft", "b"), ("verify_s", "verify", "a"), ("overhead_s", "the loop itself", "d")):
+    for name, label, colour in (
+        ("draft_s", "draft", "b"),
+        ("verify_s", "verify", "a"),
+        ("overhead_s", "the loop itself", "d"),
+    ):
         heights = []
         for row in rows:
             share = row[name] / (row["draft_s"] + row["verify_s"] + row["overhead_s"])
@@ -210,7 +269,9 @@ CHARTS = {
 @command
 def main(argv=None) -> int:
     parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--results", type=Path, default=HERE / "results" / "local", help="the folder of the result files")
+    parser.add_argument(
+        "--results", type=Path, default=HERE / "results" / "local", help="the folder of the result files"
+    )
     parser.add_argument("--out", type=Path, help="where the charts go; the same folder if left out")
     args = parser.parse_args(argv)
     if not reachable(args.results, "--results").is_dir():
@@ -222,7 +283,9 @@ def main(argv=None) -> int:
             try:
                 figure = plot(document, colours) if document else None
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise UserError(f"--results: {experiment}.json in it has rows that no chart can show ({error!r}); measure again") from error
+                raise UserError(
+                    f"--results: {experiment}.json in it has rows that no chart can show ({error!r}); measure again"
+                ) from error
             if figure is None:
                 say(f"{name}: skipped, {experiment}.json " + ("has no rows for it" if document else "is not there"))
                 break
@@ -230,7 +293,9 @@ def main(argv=None) -> int:
             figure.savefig(out / f"{name}_{theme}.png", dpi=120)
             drawn.append(f"{name}_{theme}.png")
     if not drawn:
-        raise UserError(f"--results {args.results}: no result file with rows; run spec_bench.py and spec_precondition.py first")
+        raise UserError(
+            f"--results {args.results}: no result file with rows; run spec_bench.py and spec_precondition.py first"
+        )
     print(f"{len(drawn)} charts in {out}: {', '.join(drawn)}")
     return 0
 

@@ -14,16 +14,36 @@ import statistics
 
 import torch
 
-from spec_checks import Loaded, check_room
-from spec_common import UserError, at_least, command, dtype_name, fraction, make_parser, ratio_summary, say, set_up, whole_list
-from spec_costs import DRAFT_PASSES, costs_of, device_limits, floor_s, implied, linear_seconds, pass_seconds, random_ids
-from spec_essay import FIGURES, essay_cost
-from spec_models import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_random
-from spec_options import add_draft_options
-from spec_pairs import form, in_form, load_draft, pack
-from spec_results import ResultFile, environment, settings
-from spec_tables import fixed, markdown_table
-from spec_theory import best_k, ceiling, interpolated
+from spec_common import (
+    UserError,
+    at_least,
+    command,
+    dtype_name,
+    fraction,
+    make_parser,
+    ratio_summary,
+    say,
+    set_up,
+    whole_list,
+)
+from spec_harness.costs import (
+    DRAFT_PASSES,
+    costs_of,
+    device_limits,
+    floor_s,
+    implied,
+    linear_seconds,
+    pass_seconds,
+    random_ids,
+)
+from spec_harness.essay import FIGURES, essay_cost
+from spec_harness.options import add_draft_options
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import fixed, markdown_table
+from spec_harness.theory import best_k, ceiling, interpolated
+from spec_models.checks import Loaded, check_room
+from spec_models.load import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_random
+from spec_models.pairs import form, in_form, load_draft, pack
 
 TOKENS = (1, 2, 4, 8, 12, 16)
 NEARLY_FREE = 1.25  # the essay calls 1.15x a ride-along and 1.71x "running out"; between them, nearer the first
@@ -56,7 +76,9 @@ def free_up_to(rows: list[dict]) -> int:
     return free
 
 
-def run(target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int, plain=None) -> tuple[list[dict], dict]:
+def run(
+    target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int, plain=None
+) -> tuple[list[dict], dict]:
     """Rows of the cost curve, and the summary: c, the device's limits and what they imply."""
     seconds, failed = pass_seconds(target, draft, ids, context, sizes, repeats, warmup, plain)
     costs, limits = costs_of(seconds), device_limits(target.device, target.dtype)
@@ -98,7 +120,9 @@ def verdict(rows: list[dict], summary: dict, measured_c: bool) -> str:
     if advice["best_k"]:
         top = ceiling(advice["assumed_acceptance"])
         bound = f" (no k writes more than {top:.1f} tokens a pass at that acceptance)" if top else ""
-        lines.append(f"{given}, k = {advice['best_k']} would be best: {advice['predicted_speedup']:.2f}x predicted{bound}.")
+        lines.append(
+            f"{given}, k = {advice['best_k']} would be best: {advice['predicted_speedup']:.2f}x predicted{bound}."
+        )
     else:
         lines.append(f"{given}, no k pays: do not speculate here.")
     return "\n".join(lines)
@@ -134,7 +158,11 @@ def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
                 for name, flag in ((args.model, "--model"), (args.draft, "--draft")) if name is not None]  # fmt: skip
     else:
         both = [load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)]
-        both += [load_draft(both[0], args.draft, device, dtype, None, args.trust_remote_code)] if args.draft is not None else []
+        both += (
+            [load_draft(both[0], args.draft, device, dtype, None, args.trust_remote_code)]
+            if args.draft is not None
+            else []
+        )
     model, drafts = both[0], [in_form(args, both[0], one, args.draft_vocab) for one in both[1:]]
     pack(args, model, drafts, kind)
     for one in [model, *drafts]:
@@ -151,15 +179,24 @@ def parse_args(argv):
     )
     parser.add_argument("--draft", help="a draft, to measure c as well")
     add_draft_options(parser)
-    parser.add_argument("--tokens", type=whole_list(1, 4096), default=list(TOKENS), help="sizes of the block, e.g. 1,2,4,8")
+    parser.add_argument(
+        "--tokens", type=whole_list(1, 4096), default=list(TOKENS), help="sizes of the block, e.g. 1,2,4,8"
+    )
     parser.add_argument("--context", type=at_least(1), default=128, help="tokens in the cache before the block")
     parser.add_argument(
-        "--acceptance", type=fraction, default=FIGURES["decode_k5_prose"]["acceptance"], help="acceptance for the verdict; the essay's"
+        "--acceptance",
+        type=fraction,
+        default=FIGURES["decode_k5_prose"]["acceptance"],
+        help="acceptance for the verdict; the essay's",
     )
     parser.add_argument(
-        "--random-weights", action="store_true", help="a model of that shape with random weights: nothing is downloaded but its config"
+        "--random-weights",
+        action="store_true",
+        help="a model of that shape with random weights: nothing is downloaded but its config",
     )
-    parser.add_argument("--vs-plain", action="store_true", help="time the model with plain nn.Linear layers in the same turns (CPU)")
+    parser.add_argument(
+        "--vs-plain", action="store_true", help="time the model with plain nn.Linear layers in the same turns (CPU)"
+    )
     parser.set_defaults(repeats=20, warmup=3)  # a pass is short: more turns, a steadier median
     return parser.parse_args(argv)
 
@@ -183,8 +220,12 @@ def main(argv=None) -> int:
     with ResultFile(args.results, "spec_precondition", config, environment(device, dtype, model.model), None) as file:
         say(f"{args.repeats} turns of passes over {', '.join(map(str, args.tokens))} tokens ...")
         ids = random_ids(models, args.context + max(*args.tokens, DRAFT_PASSES))
-        rows, summary = run(model.model, draft and draft.model, ids, args.context, args.tokens, args.repeats, args.warmup, plain)
-        summary["advice"] = advise(rows, FIGURES["drafts"][0]["cost_coefficient"] if draft is None else summary["c"], args.acceptance)
+        rows, summary = run(
+            model.model, draft and draft.model, ids, args.context, args.tokens, args.repeats, args.warmup, plain
+        )
+        summary["advice"] = advise(
+            rows, FIGURES["drafts"][0]["cost_coefficient"] if draft is None else summary["c"], args.acceptance
+        )
         for row in rows:
             file.add(row)
         file.finish(summary)

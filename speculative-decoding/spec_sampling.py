@@ -16,8 +16,6 @@ import math
 import statistics
 from dataclasses import replace
 
-from sampled_law import Recorder, acceptance_check, law_line, law_row
-from sampled_rule import Chance, Sampled
 from spec_common import (
     FEWEST_PAIRS,
     ClaimFailed,
@@ -30,11 +28,20 @@ from spec_common import (
     ratio_summary,
     set_up,
 )
-from spec_compare import Task, check_exact, counts, ratio, recorded, run_baseline, run_speculative, speed
-from spec_options import add_prompt_options, add_task_options, check_prompts, chosen_prompts, fill_pair, make_task
-from spec_pairs import form, load_pair
-from spec_results import ResultFile, environment, settings
-from spec_tables import fixed, markdown_table, percent, progress
+from spec_harness.cells import Task, check_exact, counts, ratio, recorded, run_baseline, run_speculative, speed
+from spec_harness.law import Recorder, acceptance_check, law_line, law_row
+from spec_harness.options import (
+    add_prompt_options,
+    add_task_options,
+    check_prompts,
+    chosen_prompts,
+    fill_pair,
+    make_task,
+)
+from spec_harness.results import ResultFile, environment, settings
+from spec_harness.tables import fixed, markdown_table, percent, progress
+from spec_methods.sampled import Chance, Sampled
+from spec_models.pairs import form, load_pair
 
 FALSE_ALARMS = 0.001  # how often a right build may fail, all checks of a run together: they share it
 SEEDS = 5  # of each temperature, every one a text of its own: what is measured is no single text's luck
@@ -48,7 +55,9 @@ def check_repeated(arm: str, seed: int, first: list[int], got: list[int]) -> Non
     if got != first:
         pairs = zip(first, got, strict=False)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(got)))
-        raise ClaimFailed(f"seed {seed}: {arm} wrote another text than the first run of that seed, from token {place} on")
+        raise ClaimFailed(
+            f"seed {seed}: {arm} wrote another text than the first run of that seed, from token {place} on"
+        )
 
 
 def measure(task: Task, law: tuple, seed: int, args) -> dict:
@@ -87,14 +96,20 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, d
     tasks = [(name, make_task(args, target, draft, text, args.k, device)) for name, text in prompts]
     texts = list(enumerate(tasks * args.seeds, args.seed))  # a seed of its own for every text of a temperature
     measured: dict[float, list[dict]] = {t: [] for t in args.temperatures}
-    for t, (seed, (name, task)) in progress([(t, text) for t in args.temperatures for text in texts], "temperatures and seeds"):
+    for t, (seed, (name, task)) in progress(
+        [(t, text) for t in args.temperatures for text in texts], "temperatures and seeds"
+    ):
         where, law = {"part": "sampling", "workload": name, "temperature": t, "seed": seed}, (t, args.top_k, args.top_p)
-        measured[t].append(recorded(file, task, where, lambda task=task, law=law, seed=seed: measure(task, law, seed, args)))
+        measured[t].append(
+            recorded(file, task, where, lambda task=task, law=law, seed=seed: measure(task, law, seed, args))
+        )
     warm = [t for t in args.temperatures if t > 0] if args.check_law else []
     laws = []
     for t in warm:
         where, law = {"part": "law", "workload": tasks[0][0], "temperature": t}, (t, args.top_k, args.top_p)
-        laws.append(recorded(file, tasks[0][1], where, lambda law=law: law_row(tasks[0][1], law, args.seed, args.check_law)))
+        laws.append(
+            recorded(file, tasks[0][1], where, lambda law=law: law_row(tasks[0][1], law, args.seed, args.check_law))
+        )
     level = FALSE_ALARMS / (len(measured) + len(warm))
     laws = [{**row, "fits": None if row["error"] or row["p_value"] is None else row["p_value"] > level} for row in laws]
     return [pooled(t, rows, level) for t, rows in measured.items()], laws
@@ -105,14 +120,20 @@ def pooled(temperature: float, rows: list[dict], level: float) -> dict:
     good = [row for row in rows if not row["error"]]
     if not good:
         return {"temperature": temperature, "speedup": None, "within": None, "error": rows[0]["error"]}
-    seconds = {arm: [value for row in good for value in row[f"{arm}_s"]] for arm in ("baseline", "speculative", "baseline_again")}
+    seconds = {
+        arm: [value for row in good for value in row[f"{arm}_s"]]
+        for arm in ("baseline", "speculative", "baseline_again")
+    }
     row = {"temperature": temperature, "pairs": len(seconds["baseline"]), "error": None}
     for name, arm in (("speedup", "speculative"), ("aa", "baseline_again")):
         summary = ratio_summary(seconds["baseline"], seconds[arm])
         row |= {name: summary["median"], f"{name}_low": summary["low"], f"{name}_high": summary["high"]}
     for arm in ("baseline", "speculative"):
         row[f"{arm}_tokens_per_s"] = good[0]["n_tokens"] / statistics.median(seconds[arm])
-    total = {name: sum(one[name] for one in good) for name in ("accepted", "proposed", "emitted", "target_passes", "draft_passes")}
+    total = {
+        name: sum(one[name] for one in good)
+        for name in ("accepted", "proposed", "emitted", "target_passes", "draft_passes")
+    }
     row |= {**total, "acceptance_rate": ratio(total["accepted"], total["proposed"])}
     row["block_efficiency"] = ratio(total["emitted"], total["target_passes"])
     return row | {"texts": len({tuple(one["tokens"]) for one in good}), **acceptance_check(good, level)}
@@ -133,7 +154,9 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         interval = row["error"] or f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
         expects = None if row["expected_low"] is None else f"{row['expected_low']:.3f} to {row['expected_high']:.3f}"
-        shown.append({**row, "interval": interval, "expects": expects, "fits": {True: "yes", False: "NO"}.get(row["within"])})
+        shown.append(
+            {**row, "interval": interval, "expects": expects, "fits": {True: "yes", False: "NO"}.get(row["within"])}
+        )
     return markdown_table(shown, COLUMNS)
 
 
@@ -201,9 +224,15 @@ def parse_args(argv):
     add_task_options(parser)
     add_prompt_options(parser)
     parser.add_argument("-k", "--k", type=at_least(1, 1024), default=5, help="guesses a round")
-    parser.add_argument("--temperatures", type=temperature_list, default=[0.0, 0.3, 0.7, 1.0], metavar="T,T", help="0 is greedy")
-    parser.add_argument("--top-k", type=at_least(0), default=0, help="draw from the k most likely ids, of both models; 0: from all")
-    parser.add_argument("--top-p", type=share, default=1.0, help="draw from the most likely ids that together have this probability")
+    parser.add_argument(
+        "--temperatures", type=temperature_list, default=[0.0, 0.3, 0.7, 1.0], metavar="T,T", help="0 is greedy"
+    )
+    parser.add_argument(
+        "--top-k", type=at_least(0), default=0, help="draw from the k most likely ids, of both models; 0: from all"
+    )
+    parser.add_argument(
+        "--top-p", type=share, default=1.0, help="draw from the most likely ids that together have this probability"
+    )
     parser.add_argument("--seed", type=at_least(0, 2**32), default=0, help="the first seed")
     parser.add_argument("--seeds", type=at_least(1, 10**4), default=SEEDS, help="texts of each temperature, one a seed")
     parser.add_argument(
@@ -213,7 +242,9 @@ def parse_args(argv):
         metavar="N",
         help="draw the first two tokens of the first prompt N times and test their law; 0: do not",
     )
-    parser.set_defaults(repeats=1, warmup=0)  # the seeds are the repeats, and each one's first runs, uncounted, its warm-up
+    parser.set_defaults(
+        repeats=1, warmup=0
+    )  # the seeds are the repeats, and each one's first runs, uncounted, its warm-up
     return parser.parse_args(argv)
 
 
@@ -221,7 +252,9 @@ def parse_args(argv):
 def main(argv=None) -> int:
     args = parse_args(argv)
     if args.stop_at_eos:
-        raise UserError("--stop-at-eos: drawn texts end where chance has it, and times of unequal texts cannot be paired; leave it out")
+        raise UserError(
+            "--stop-at-eos: drawn texts end where chance has it, and times of unequal texts cannot be paired; leave it out"
+        )
     device, dtype = set_up(args)
     prompts = chosen_prompts(args)
     fill_pair(args)
@@ -232,13 +265,19 @@ def main(argv=None) -> int:
         f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}, "
         f"k = {args.k}, top-k {args.top_k or 'off'}, top-p {args.top_p:g}, {args.n_tokens} tokens\n"
     )
-    with ResultFile(args.results, "spec_sampling", config, environment(device, dtype, target.model), args.resume) as file:
+    with ResultFile(
+        args.results, "spec_sampling", config, environment(device, dtype, target.model), args.resume
+    ) as file:
         rows, laws = run(args, target, draft, prompts, file, device)
         file.finish({"temperatures": rows, "laws": laws})
     print(table(rows) + "\n")
     for row in rows:
         print(f"temperature {row['temperature']:g}: {row['error'] or pays(row)}.")
-    print("\n".join(f"{law_line(row)}." for row in laws) + ("\n" if laws else "") + f"{check_claim(rows, laws)}\nresults in {args.results}")
+    print(
+        "\n".join(f"{law_line(row)}." for row in laws)
+        + ("\n" if laws else "")
+        + f"{check_claim(rows, laws)}\nresults in {args.results}"
+    )
     return int(all(row["error"] for row in rows))
 
 

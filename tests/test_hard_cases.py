@@ -8,14 +8,14 @@ import os
 import pytest
 from safetensors.torch import load_file, save_file
 
-import spec_compare
 import spec_decode
 import spec_drafts
 import spec_precondition
 import tiny
 from spec_common import UserError, is_out_of_memory, pick_device
-from spec_compare import counts
-from spec_results import ResultFile
+from spec_harness import cells
+from spec_harness.cells import counts
+from spec_harness.results import ResultFile
 from workloads import read_prompts
 
 
@@ -37,8 +37,24 @@ def test_what_is_no_plain_file_is_never_replaced(pair, tmp_path, capfd):
 
 def test_two_drafts_in_folders_of_one_name_are_both_measured(target_folder, tmp_path, results):
     """Rows are found by the draft's name: one must not be shown the other's figures."""
-    same = [tiny.save(model, tmp_path / place / "draft") for place, model in (("a", tiny.llama()), ("b", tiny.always_wrong(tiny.llama())))]
-    argv = ["--device", "cpu", "--target", target_folder, "--drafts", *same, "--n-tokens", "8", "--repeats", "1", "--results", str(results)]
+    same = [
+        tiny.save(model, tmp_path / place / "draft")
+        for place, model in (("a", tiny.llama()), ("b", tiny.always_wrong(tiny.llama())))
+    ]
+    argv = [
+        "--device",
+        "cpu",
+        "--target",
+        target_folder,
+        "--drafts",
+        *same,
+        "--n-tokens",
+        "8",
+        "--repeats",
+        "1",
+        "--results",
+        str(results),
+    ]
     assert spec_drafts.main(argv) == 0
     rows = json.loads(results.read_text())["summary"]["drafts"]
     assert [row["acceptance_rate"] for row in rows] == [1.0, 0.0]
@@ -47,7 +63,9 @@ def test_two_drafts_in_folders_of_one_name_are_both_measured(target_folder, tmp_
 def test_a_checkpoint_that_lacks_weights_is_refused(pair, tmp_path, capfd):
     """transformers would fill them in at random and write on."""
     folder = tiny.save(tiny.llama(), tmp_path / "holes")
-    tensors = {name: tensor for name, tensor in load_file(f"{folder}/model.safetensors").items() if "lm_head" not in name}
+    tensors = {
+        name: tensor for name, tensor in load_file(f"{folder}/model.safetensors").items() if "lm_head" not in name
+    }
     save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
     line = refused(spec_decode.main, [*pair, "--target", folder], capfd)
     assert "--target" in line and "incomplete" in line
@@ -77,7 +95,20 @@ def own_code(tmp_path) -> str:
 def test_code_that_comes_with_a_model_runs_only_when_asked_and_never_asks(pair, own_code, capfd, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
     assert "--trust-remote-code" in refused(spec_decode.main, [*pair, "--target", own_code], capfd)
-    argv = ["--device", "cpu", "--n-tokens", "4", "--repeats", "1", "--warmup", "0", "--prompt", "w1 w2", "--results", pair[-1]]
+    argv = [
+        "--device",
+        "cpu",
+        "--n-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--warmup",
+        "0",
+        "--prompt",
+        "w1 w2",
+        "--results",
+        pair[-1],
+    ]
     assert spec_decode.main([*argv, "--target", own_code, "--draft", own_code, "--trust-remote-code"]) == 0
 
 
@@ -120,7 +151,7 @@ def test_positions_that_were_never_judged_do_not_count_against_a_draft():
 
 
 def test_rounds_of_assisted_generation_that_differ_fail_the_run(pair, monkeypatch, capsys):
-    monkeypatch.setattr("spec_reference.RoundLengths.rounds", property(lambda self: [99]))
+    monkeypatch.setattr("spec_harness.reference.RoundLengths.rounds", property(lambda self: [99]))
     assert spec_decode.main([*pair, "--vs-transformers"]) == 1
     assert "rounds of assisted generation" in capsys.readouterr().out
 
@@ -129,7 +160,7 @@ def test_a_sweep_of_which_nothing_could_be_measured_fails(pair, monkeypatch, res
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: Cannot allocate memory")
 
-    monkeypatch.setattr(spec_compare, "run_speculative", full)
+    monkeypatch.setattr(cells, "run_speculative", full)
     assert spec_decode.main(pair) == 1
     document = json.loads(results.read_text())
     assert document["status"] == "failed"
@@ -158,9 +189,22 @@ def test_prompts_are_read_as_people_save_them(tmp_path):
 
 
 def test_plain_layers_are_timed_in_the_same_turns(target_folder, results, monkeypatch):
-    monkeypatch.setattr("spec_costs.READ_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr("spec_costs.SQUARE", {"cpu": 64})
-    argv = ["--device", "cpu", "--model", target_folder, "--tokens", "1,2", "--context", "8", "--repeats", "3", "--results", str(results)]
+    monkeypatch.setattr("spec_harness.costs.READ_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("spec_harness.costs.SQUARE", {"cpu": 64})
+    argv = [
+        "--device",
+        "cpu",
+        "--model",
+        target_folder,
+        "--tokens",
+        "1,2",
+        "--context",
+        "8",
+        "--repeats",
+        "3",
+        "--results",
+        str(results),
+    ]
     assert spec_precondition.main([*argv, "--vs-plain"]) == 0
     rows = json.loads(results.read_text())["rows"]
     assert all(len(row["plain_seconds"]) == len(row["seconds"]) == 3 and row["of_plain"] > 0 for row in rows)

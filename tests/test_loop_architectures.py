@@ -38,7 +38,9 @@ def test_a_draft_that_is_sometimes_wrong_changes_nothing(name, loop):
     target = tiny.model(name)
     done = tiny.speculated(target, tiny.near(target, 0.03), n=N, k=K, loop=loop)
     assert tuple(done.tokens) == tiny.greedy_once(target, tiny.PROMPT, N)
-    assert 0 < done.rejections < done.target_passes, "this draft is meant to be right in some rounds and wrong in others"
+    assert 0 < done.rejections < done.target_passes, (
+        "this draft is meant to be right in some rounds and wrong in others"
+    )
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from spec_compare import counts
+from spec_harness.cells import counts
 from spec_loop import LOOPS, cut_block
 from spec_pass import DecodingError, forward, new_cache, rollback
 from spec_rules import agreed_prefix
@@ -51,7 +51,11 @@ def test_the_text_ends_with_its_first_end_token(draft, k, n, prompt, loop, ends_
     done = tiny.speculated(TARGET, DRAFTS[draft], prompt, n, k, loop=loop, ends=ends)
     assert done.tokens == expected
     assert sum(done.emitted) == len(expected)
-    assert all(kept <= count for kept, count in zip(done.accepted[-1:], done.emitted[-1:], strict=True) if done.tokens[-1] in ends)
+    assert all(
+        kept <= count
+        for kept, count in zip(done.accepted[-1:], done.emitted[-1:], strict=True)
+        if done.tokens[-1] in ends
+    )
 
 
 @given(**cells)
@@ -82,7 +86,8 @@ def test_the_baseline_takes_one_pass_a_token(n, prompt):
 def test_the_baseline_really_runs_the_passes_it_counts(prompt, monkeypatch):
     fed = []
     monkeypatch.setattr(
-        "spec_loop.forward", lambda model, ids, cache, keep: (fed.append(ids.shape[1]), forward(model, ids, cache, keep))[1]
+        "spec_loop.forward",
+        lambda model, ids, cache, keep: (fed.append(ids.shape[1]), forward(model, ids, cache, keep))[1],
     )
     tiny.plainly(TARGET, TARGET, prompt, 9)
     prefill = [len(prompt) - 1] if len(prompt) > 1 else []
@@ -108,8 +113,12 @@ def test_no_pass_reads_a_token_twice(draft, loop, monkeypatch):
     first, *passes = fed[id(cheap)]
     assert first == prefill and len(passes) == done.draft_passes
     all_kept = [kept == len(guesses) for kept, guesses in zip(done.accepted, done.proposals, strict=True)]
-    twos = sum(kept and bool(after) for kept, after in zip(all_kept, done.proposals[1:], strict=False))  # the last guess and the correction
-    assert sorted(passes) == [1] * (len(passes) - (twos if loop == "lean" else 0)) + [2] * (twos if loop == "lean" else 0)
+    twos = sum(
+        kept and bool(after) for kept, after in zip(all_kept, done.proposals[1:], strict=False)
+    )  # the last guess and the correction
+    assert sorted(passes) == [1] * (len(passes) - (twos if loop == "lean" else 0)) + [2] * (
+        twos if loop == "lean" else 0
+    )
 
 
 @given(k=st.integers(1, 8), n=st.integers(1, LONGEST), prompt=st.sampled_from(PROMPTS), loop=st.sampled_from(LOOPS))
@@ -130,7 +139,9 @@ def test_a_draft_that_is_always_wrong_gives_one_token_a_pass(k, n, loop):
 
 @given(**cells)
 def test_acceptance_per_position_never_rises(draft, k, n, prompt, loop):
-    row = counts(tiny.task(TARGET, DRAFTS[draft], prompt, n, k), tiny.speculated(TARGET, DRAFTS[draft], prompt, n, k, loop=loop))
+    row = counts(
+        tiny.task(TARGET, DRAFTS[draft], prompt, n, k), tiny.speculated(TARGET, DRAFTS[draft], prompt, n, k, loop=loop)
+    )
     shares = [share for share in row["acceptance_per_position"] if share is not None]
     assert len(row["acceptance_per_position"]) == k
     assert shares == sorted(shares, reverse=True)
@@ -195,10 +206,14 @@ def test_no_pass_looks_past_the_limit_of_the_context():
 def test_the_first_token_of_both_arms_agrees_in_half_precision():
     """Both arms share one prefill with one split, so not even a tie can part them at the first token."""
     for seed in range(8):
-        target = tiny.llama(seed, torch.bfloat16, vocab_size=512, hidden_size=64, intermediate_size=128, initializer_range=0.05)
+        target = tiny.llama(
+            seed, torch.bfloat16, vocab_size=512, hidden_size=64, intermediate_size=128, initializer_range=0.05
+        )
         for length in (1, 2, 8, 33):
             prompt = torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-            assert tiny.speculated(target, target, prompt, 1, 4).tokens == tiny.plainly(target, target, prompt, 1).tokens
+            assert (
+                tiny.speculated(target, target, prompt, 1, 4).tokens == tiny.plainly(target, target, prompt, 1).tokens
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------- the pieces

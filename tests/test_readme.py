@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import readme_figures
+import spec_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "speculative-decoding" / "results"
@@ -26,7 +26,7 @@ def no_nan(name):
 @pytest.mark.parametrize("line", SCRIPTS)
 def test_every_command_of_the_readme_is_taken_by_its_script(line):
     script, *options = shlex.split(line)[1:]
-    module = importlib.import_module(Path(script).stem)
+    module = importlib.import_module(options.pop(0) if script == "-m" else Path(script).stem)
     if options:
         assert module.parse_args(options)
     else:
@@ -45,7 +45,7 @@ def test_there_are_commands_to_check():
 
 
 def test_its_figures_are_what_the_committed_results_say():
-    assert readme_figures.main(["--check"]) == 0
+    assert spec_report.main(["--check"]) == 0
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
@@ -60,12 +60,14 @@ def test_committed_results_are_strict_and_from_a_clean_commit(path):
 
 def test_every_chart_has_its_dark_twin():
     charts = {path.stem for path in RESULTS.glob("*.png")}
-    assert charts == {f"{name}_{theme}" for name in ("k_sweep", "costs", "workloads", "time") for theme in ("light", "dark")}
+    assert charts == {
+        f"{name}_{theme}" for name in ("k_sweep", "costs", "workloads", "time") for theme in ("light", "dark")
+    }
 
 
 def test_the_drafts_card_holds_acceptance_in_both_precisions():
-    card = readme_figures.CARD.read_text(encoding="utf-8")
-    assert set(readme_figures.card_figures()) == {"acceptance_float32", "acceptance_bfloat16"}
+    card = spec_report.CARD.read_text(encoding="utf-8")
+    assert set(spec_report.card_figures()) == {"acceptance_float32", "acceptance_bfloat16"}
     assert all(f"draft-{size}" in card for size in "sm") and "guess 5" in card
 
 

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import embedded_pair
 import spec_bench
-import spec_costs
 import spec_decode
 import spec_drafts
 import spec_one_pass
@@ -22,6 +20,8 @@ import spec_plot
 import spec_precondition
 import tiny
 from spec_common import HERE
+from spec_harness import costs
+from spec_models import embedded
 from workloads import WORKLOADS, prompt_of, read_prompts
 
 SCRIPTS = sorted(path for path in Path(HERE).glob("*.py") if "def main(" in path.read_text())
@@ -31,8 +31,8 @@ CHILD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch):
     """The device's limits are measured on megabytes, not on gigabytes."""
-    monkeypatch.setattr(spec_costs, "READ_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr(spec_costs, "SQUARE", {"cpu": 64})
+    monkeypatch.setattr(costs, "READ_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(costs, "SQUARE", {"cpu": 64})
 
 
 def strict(path: Path) -> dict:
@@ -72,7 +72,9 @@ def helps(tmp_path_factory) -> dict[str, str]:
     """What --help of every script says, in a process of its own, called from another folder."""
     folder = tmp_path_factory.mktemp("elsewhere")
     argv = [sys.executable, "-c", HELP, *map(str, SCRIPTS)]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=300, env={**CHILD, "COLUMNS": "200"})
+    done = subprocess.run(
+        argv, cwd=folder, capture_output=True, text=True, timeout=300, env={**CHILD, "COLUMNS": "200"}
+    )
     assert done.returncode == 0, done.stderr
     assert not list(folder.iterdir()), "help writes nothing"
     parts = [part.strip().split("\n", 2) for part in done.stdout.split("\x1e")[1:]]
@@ -86,16 +88,31 @@ def test_help_shows_the_claim_a_command_and_every_default(script, helps):
     assert f"python {script}" in text
     if script.startswith("spec_"):
         assert "Claim: " in text
-        assert "--results" in text
+        assert "results" in text
     if "make_parser(" in (HERE / script).read_text():
-        for option in ("--device", "--dtype", "--threads", "--repeats", "--warmup", "--trust-remote-code", "--cpu-linear"):
+        for option in (
+            "--device",
+            "--dtype",
+            "--threads",
+            "--repeats",
+            "--warmup",
+            "--trust-remote-code",
+            "--cpu-linear",
+        ):
             assert option in text
         assert "(default: auto)" in text and "(default: False)" in text
 
 
 def test_every_script_has_a_main_that_takes_arguments():
     names = {path.stem for path in SCRIPTS}
-    assert {"spec_one_pass", "spec_precondition", "spec_decode", "spec_bench", "spec_drafts", "spec_plot", "embedded_pair"} <= names
+    assert {
+        "spec_one_pass",
+        "spec_precondition",
+        "spec_decode",
+        "spec_bench",
+        "spec_drafts",
+        "spec_plot",
+    } <= names
 
 
 # -------------------------------------------------------------------------------------------------------------- one pass
@@ -125,7 +142,13 @@ def test_rounding_in_half_precision_is_not_taken_for_looking_ahead(dtype, target
 def test_a_model_that_looks_ahead_fails_at_the_position_where_it_does(disk, results, capsys):
     import transformers as T
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.4}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "initializer_range": 0.4,
+    }
     folder = tiny.save(tiny.build(T.BertConfig(vocab_size=64, **sizes)), disk / "looks ahead")
     assert one_pass(folder, results) == 1
     assert "does NOT hold, first at position 0" in capsys.readouterr().out
@@ -161,17 +184,17 @@ def test_the_precondition_measures_what_a_pass_costs(target_folder, draft_folder
 def test_each_pass_is_timed_at_the_same_context(target_folder, results, monkeypatch):
     """A forward grows its cache: without a rollback the third repeat would run at a longer context than the first."""
     starts = []
-    timed = spec_costs.timed
+    timed = costs.timed
     caches = []
-    warm = spec_costs.warm_cache
+    warm = costs.warm_cache
 
     def noted(*args):
         caches.append(warm(*args))
         return caches[-1]
 
-    monkeypatch.setattr(spec_costs, "warm_cache", noted)
+    monkeypatch.setattr(costs, "warm_cache", noted)
     monkeypatch.setattr(
-        spec_costs, "timed", lambda work, device: starts.append([c.get_seq_length() for c in caches]) or timed(work, device)
+        costs, "timed", lambda work, device: starts.append([c.get_seq_length() for c in caches]) or timed(work, device)
     )
     assert precondition(results, "--model", target_folder, "--tokens", "1,2,8", "--repeats", "3") == 0
     passes = [lengths for lengths in starts if lengths]
@@ -219,7 +242,9 @@ def test_a_self_draft_run_checks_that_everything_was_accepted(loop, pair, result
 
 def test_a_self_draft_that_is_not_always_accepted_fails_the_run(pair, monkeypatch, capsys):
     """A draft whose cache has a hole writes exact text all the same: only acceptance tells."""
-    monkeypatch.setattr("spec_drafters.ModelDrafter.start", lambda self, ids, length: start(self, ids.roll(1, 1), length))
+    monkeypatch.setattr(
+        "spec_drafters.ModelDrafter.start", lambda self, ids, length: start(self, ids.roll(1, 1), length)
+    )
     from spec_drafters import ModelDrafter
 
     def start(self, ids, length, real=ModelDrafter.__dict__["start"]):
@@ -233,22 +258,27 @@ def test_a_self_draft_that_is_not_always_accepted_fails_the_run(pair, monkeypatc
 
 
 def test_a_text_that_is_not_the_targets_own_fails_the_run_and_says_where(pair, results, monkeypatch, capsys):
-    import spec_compare
+    from spec_harness import cells
 
-    run = spec_compare.run_speculative
+    run = cells.run_speculative
 
     def spoiled(*args, **options):
         (done, prefill_s), decode_s = run(*args, **options)
         done.tokens[4] = (done.tokens[4] + 1) % 64
         return (done, prefill_s), decode_s
 
-    monkeypatch.setattr(spec_compare, "run_speculative", spoiled)
+    monkeypatch.setattr(cells, "run_speculative", spoiled)
     assert spec_decode.main([*pair, "--prompt", "w1 w5 w9"]) == 1
     said = capsys.readouterr().out
     assert "FAILED" in said and "token 4" in said
     document = strict(results)
     (row,) = document["rows"]
-    assert document["status"] == "failed" and row["exact"] is False and row["speedup"] is None and row["mismatch"]["index"] == 4
+    assert (
+        document["status"] == "failed"
+        and row["exact"] is False
+        and row["speedup"] is None
+        and row["mismatch"]["index"] == 4
+    )
 
 
 @pytest.mark.parametrize(("k", "n"), [("0", "6"), ("3", "1"), ("0", "1"), ("50", "4")])
@@ -292,7 +322,7 @@ def test_prompts_from_a_file_are_a_row_each_and_resume_finds_them(pair, results,
     assert spec_decode.main(argv) == 0
     rows = finished(results, "spec_decode")["rows"]
     assert [row["workload"] for row in rows] == ["p.jsonl:1", "p.jsonl:2"]
-    monkeypatch.setattr("spec_compare.compare", lambda *a, **b: pytest.fail("measured again"))
+    monkeypatch.setattr("spec_harness.cells.compare", lambda *a, **b: pytest.fail("measured again"))
     assert spec_decode.main([*argv, "--resume"]) == 0
     assert finished(results, "spec_decode")["rows"] == rows
 
@@ -314,7 +344,10 @@ def test_a_padded_pair_runs_from_the_shell(pair, disk, results):
     target = tiny.save(wide, disk / "wide")
     draft = tiny.save(tiny.llama(vocab_size=160), disk / "narrow")
     assert (
-        spec_decode.main([*pair, "--target", target, "--draft", draft, "--prompt", "w1 w5", "--n-tokens", "40", "--vs-transformers"]) == 0
+        spec_decode.main(
+            [*pair, "--target", target, "--draft", draft, "--prompt", "w1 w5", "--n-tokens", "40", "--vs-transformers"]
+        )
+        == 0
     )
     assert finished(results, "spec_decode")["rows"][0]["tokens"] == expected
 
@@ -339,14 +372,19 @@ def test_the_bench_sweeps_k_and_workloads_and_predicts_before_it_measures(pair, 
         assert row["exact"] is True and row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
         assert row["prediction_error"] == pytest.approx(row["predicted_costs"] - row["speedup"])
     best = max((row for row in cells if row["part"] == "k"), key=lambda row: row["speedup"])
-    assert (summary["best_k"], summary["best_speedup"]) == (best["k"], best["speedup"]), "ranked by time, not by acceptance"
+    assert (summary["best_k"], summary["best_speedup"]) == (best["k"], best["speedup"]), (
+        "ranked by time, not by acceptance"
+    )
     said = capsys.readouterr().out
     assert "guessing further ahead" in said and "the text alone" in said and "the same code against itself" in said
 
 
 def test_the_best_k_is_the_fastest_not_the_most_accepted():
     """Acceptance falls with k by arithmetic alone; a cell that failed has no speedup to rank."""
-    rows = [{"k": k, "speedup": speedup, "acceptance_rate": rate} for k, speedup, rate in ((1, 1.1, 0.9), (4, 1.4, 0.6), (8, None, 0.95))]
+    rows = [
+        {"k": k, "speedup": speedup, "acceptance_rate": rate}
+        for k, speedup, rate in ((1, 1.1, 0.9), (4, 1.4, 0.6), (8, None, 0.95))
+    ]
     assert spec_bench.best_of(rows)["k"] == 4
     assert spec_bench.best_of(rows[2:]) is None
 
@@ -366,7 +404,12 @@ def test_costs_are_measured_within_the_context_the_models_have(pair, disk, resul
     short = tiny.save(tiny.gpt2(n_positions=64), disk / "sixty-four")
     prompt = len(tiny.words()(WORKLOADS["open prose"])["input_ids"])
     n = str(64 - prompt)
-    assert spec_bench.main([*pair, "--target", short, "--draft", short, "--n-tokens", n, "--ks", "1,40", "--workloads", "open prose"]) == 0
+    assert (
+        spec_bench.main(
+            [*pair, "--target", short, "--draft", short, "--n-tokens", n, "--ks", "1,40", "--workloads", "open prose"]
+        )
+        == 0
+    )
 
 
 def test_drafts_are_compared_on_one_target(pair, target_folder, draft_folder, results, capsys):
@@ -410,7 +453,9 @@ def test_a_file_that_is_no_result_is_named_or_skipped_not_a_traceback(content, t
 def test_a_chart_of_an_interrupted_run_shows_what_there_is(pair, tmp_path):
     assert bench([*pair, "--results", str(tmp_path / "spec_bench.json")]) == 0
     document = strict(tmp_path / "spec_bench.json")
-    document.update(status="interrupted", summary={}, rows=[row for row in document["rows"] if row["part"] != "workload"])
+    document.update(
+        status="interrupted", summary={}, rows=[row for row in document["rows"] if row["part"] != "workload"]
+    )
     document["rows"].append({**document["rows"][-1], "k": 9, "speedup": None, "error": "out of memory"})
     (tmp_path / "spec_bench.json").write_text(json.dumps(document))
     assert spec_plot.main(["--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
@@ -430,8 +475,8 @@ def test_a_cost_curve_without_its_summary_is_skipped_or_drawn_not_a_traceback(ta
 
 
 def test_the_embedded_target_can_be_fetched_ahead(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(embedded_pair, "ensure_target", lambda: tmp_path)
-    assert embedded_pair.main([]) == 0
+    monkeypatch.setattr(embedded, "ensure_target", lambda: tmp_path)
+    assert embedded.main([]) == 0
     assert str(tmp_path) in capsys.readouterr().out
 
 
@@ -464,7 +509,11 @@ def test_a_text_file_is_one_prompt_to_the_letter(tmp_path):
 
 def start_bench(argv: list[str]):
     return subprocess.Popen(
-        [sys.executable, str(HERE / "spec_bench.py"), *argv], env=CHILD, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(HERE / "spec_bench.py"), *argv],
+        env=CHILD,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -513,9 +562,15 @@ def test_the_verdict_on_drafts_says_why_the_larger_one_loses():
     small, agreeing = draft_row("small", 10e6, 0.7, 0.1, 1.5), draft_row("large", 20e6, 0.8, 0.3, 1.2)
     said = spec_drafts.verdict([agreeing, small])
     assert "small is the fastest: 1.50x." in said
-    assert "large agrees more (alpha 0.80 against 0.70) and is slower all the same: its pass costs c = 0.30 against 0.10." in said
+    assert (
+        "large agrees more (alpha 0.80 against 0.70) and is slower all the same: its pass costs c = 0.30 against 0.10."
+        in said
+    )
     assert "is larger" not in said, "said once"
     said = spec_drafts.verdict([draft_row("large", 20e6, 0.6, 0.3, 1.2), small])
-    assert "large is larger (20.0 M against 10.0 M parameters) and loses: 1.20x, alpha 0.60 against 0.70, c 0.30 against 0.10." in said
+    assert (
+        "large is larger (20.0 M against 10.0 M parameters) and loses: 1.20x, alpha 0.60 against 0.70, c 0.30 against 0.10."
+        in said
+    )
     assert "do not speculate here" in spec_drafts.verdict([draft_row("slow", 1e6, 0.1, 0.3, 0.8)])
     assert "alpha 0.10 does not exceed c 0.30" in spec_drafts.verdict([draft_row("slow", 1e6, 0.1, 0.3, 0.8)])

@@ -12,7 +12,7 @@ import torch
 import transformers as T
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from spec_compare import Task, run_baseline, run_speculative
+from spec_harness.cells import Task, run_baseline, run_speculative
 
 BASE = {
     "vocab_size": 64,
@@ -60,7 +60,9 @@ ARCHITECTURES = {
     "mistral, window 8": lambda: build(T.MistralConfig(**BASE, **WINDOW)),
     "gemma2, window 8": lambda: build(T.Gemma2Config(**BASE, **WINDOW, query_pre_attn_scalar=8)),
     "gemma3, window 8": lambda: build(
-        T.Gemma3TextConfig(**{**BASE, "num_hidden_layers": 3}, **WINDOW, query_pre_attn_scalar=8, layer_types=GEMMA3_LAYERS)
+        T.Gemma3TextConfig(
+            **{**BASE, "num_hidden_layers": 3}, **WINDOW, query_pre_attn_scalar=8, layer_types=GEMMA3_LAYERS
+        )
     ),
     "gpt-oss, window 8": lambda: build(T.GptOssConfig(**BASE, **WINDOW, num_local_experts=4, num_experts_per_tok=2)),
     "mixtral": lambda: build(T.MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2)),

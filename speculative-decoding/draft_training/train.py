@@ -1,0 +1,366 @@
+"""A few of the target's own layers, distilled on what the target itself writes, agree with its greedy text often enough to draft for it.
+
+The draft keeps the target's embedding, head and tokenizer (frozen and shared) and trains only its layers and the final norm, so its
+file is small and any tool can load it once it is unpacked. It learns from cached teacher shards (draft_data.py makes them): soft
+targets over the candidates that occur in the batch, the teacher's own choice as a hard target, and its last hidden state.
+
+    python -m draft_training.data --target FOLDER --out data
+    python -m draft_training.train --target FOLDER --data data --out draft --layers 0,1,23
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draft_training.data import Shards, check_folder, reported_runs
+from draft_training.prompts import KINDS, held_out_prompts
+from spec_common import Help, Parser, UserError, at_least, command, first_line
+from spec_models.files import build_draft, read_draft, same_target, save_draft
+from spec_models.pairs import cut_layers
+
+CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
+HELD_OUT_TOKENS = 96  # greedy tokens a held-out prompt
+BETAS = (0.9, 0.95)  # AdamW: a shorter memory of the squares suits a few thousand steps
+CLIP = 1.0  # gradient norm: cut layers begin with large errors
+LOG_EVERY = 20  # steps between two lines of the log
+
+
+def trainable(target, layers):
+    """A copy of the target's `layers`, in order, with its embedding, final norm and (tied) head; the embedding is frozen."""
+    draft = copy.deepcopy(cut_layers(target, layers)).float()
+    draft.model.embed_tokens.weight.requires_grad_(False)
+    return draft
+
+
+def grow(draft, layers, path):
+    """Begin from a trained draft: its layers and norm as they are, a layer that it lacks writing nothing at first, so that
+    the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016). Raises UserError."""
+    try:
+        states, metadata = read_draft(path)
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise UserError(f"--grow {path.name}: not a draft file ({first_line(error)})") from error
+    own = {old: f"model.layers.{place}." for place, old in enumerate(metadata["layers"])}
+    if not same_target(metadata["target"], draft):
+        raise UserError(f"--grow {path.name}: trained for another target than --target")
+    if [layer for layer in layers if layer in own] != metadata["layers"]:
+        raise UserError(
+            f"--grow {path.name}: it has layers {metadata['layers']}; name all of them in --layers, in that order"
+        )
+    with torch.no_grad():
+        draft.model.norm.weight.copy_(states["model.norm.weight"])
+        for layer, old in zip(draft.model.layers, layers, strict=True):
+            if old in own:
+                layer.load_state_dict({name: states[own[old] + name] for name in layer.state_dict()})
+            else:
+                for last in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters()):
+                    last.zero_()
+
+
+def held_out(target, tokenizer, path):
+    """The fixed held-out set, made once: the target's greedy text (float32) for prompts that training never sees."""
+    if path.exists():
+        return json.loads(path.read_text())
+    print("writing the held-out texts, once (a minute or two, outside the budget) ...", file=sys.stderr, flush=True)
+    pairs, stop = held_out_prompts(tokenizer), tokenizer.eos_token_id
+    width = max(len(ids) for _, ids in pairs)
+    ids = torch.tensor([[stop] * (width - len(ids)) + ids for _, ids in pairs])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in pairs])
+    out = target.generate(ids, attention_mask=mask, max_new_tokens=HELD_OUT_TOKENS, do_sample=False).tolist()
+    rows = []
+    for (kind, prompt), row in zip(pairs, out, strict=True):
+        text = row[width:]
+        rows.append(
+            {"kind": kind, "prompt": prompt, "continuation": text[: text.index(stop) + 1] if stop in text else text}
+        )
+    write_json(path, rows)
+    return rows
+
+
+@torch.inference_mode()
+def agreement(draft, rows):
+    """Share of the target's greedy tokens that are the draft's own choice over the full vocabulary, by kind: alpha."""
+    hits = {kind: [] for kind in KINDS}
+    for row in rows:
+        ids = torch.tensor([row["prompt"] + row["continuation"]])
+        logits = draft(ids[:, :-1], logits_to_keep=len(row["continuation"])).logits[0]
+        hits[row["kind"]] += (logits.argmax(-1) == torch.tensor(row["continuation"])).tolist()
+    table = {kind: sum(found) / max(1, len(found)) for kind, found in hits.items()}
+    return table | {"mean5": sum(table[kind] for kind in KINDS if kind != "chat") / (len(KINDS) - 1)}
+
+
+def distill_loss(states, teacher_states, top, weight, embedding, extra, mix):
+    """KL on the union of candidates + hard weight on the teacher's choice + distance of the last hidden states."""
+    union, where = torch.unique(torch.cat([top[:, :CANDIDATES].flatten(), extra]), return_inverse=True)
+    head = embedding[union].bfloat16()
+    logits = (states.bfloat16() @ head.T).float()
+    with torch.no_grad():
+        teacher = (teacher_states.bfloat16() @ head.T).float().log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
+    best = where[: top.shape[0] * CANDIDATES].view(-1, CANDIDATES)[:, 0]
+    soft = (teacher.exp() * (teacher - log_probs)).sum(-1)
+    hard = -log_probs.gather(1, best[:, None])[:, 0]
+    near = F.smooth_l1_loss(states.float(), teacher_states, reduction="none").mean(-1)
+    total = (weight * (soft + mix["hard"] * hard + mix["state"] * near)).sum() / weight.sum()
+    hit = (logits.detach().argmax(-1) == best).float()
+    return total, {
+        "kl": (weight * soft.detach()).sum().item(),
+        "hard": (weight * hard.detach()).sum().item(),
+        "hit": (weight * hit).sum().item(),
+        "weight": weight.sum().item(),
+    }
+
+
+def rate(done, peak, step, warm_steps, decay):
+    """Trapezoid over the share of the budget that is spent: warm-up, constant, then straight down to zero."""
+    return peak * min(1.0, (step + 1) / warm_steps, max(0.0, (1 - done) / decay))
+
+
+def write_json(path, data):
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(data, indent=1))
+    os.replace(partial, path)
+
+
+def save_state(path, draft, optimizer, progress):
+    """Checkpoint of what trains, written beside and moved into place."""
+    states = {
+        name: tensor
+        for name, tensor in draft.state_dict().items()
+        if "embed_tokens" not in name and "lm_head" not in name
+    }
+    partial = path.with_suffix(".part")
+    torch.save({"states": states, "optimizer": optimizer.state_dict(), "progress": progress}, partial)
+    os.replace(partial, path)
+
+
+def load_state(path, draft, optimizer):
+    saved = torch.load(path, weights_only=True)
+    draft.load_state_dict(saved["states"], strict=False)
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["progress"]
+
+
+class Stop:
+    """Ctrl-C or a polite kill ends the run after the step in hand, with a checkpoint."""
+
+    def __init__(self):
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+
+    def ask(self, *_):
+        self.asked = True
+
+
+def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
+    """One update; gives the sums of the loss parts and the tokens seen."""
+    ids, place, teacher_states, top, weight = shards.tensors(batch)
+    extra = torch.randint(draft.config.vocab_size, (args.negatives,), generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = draft.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
+    loss, parts = distill_loss(
+        states,
+        teacher_states,
+        top,
+        weight,
+        draft.model.embed_tokens.weight,
+        extra,
+        {"hard": args.hard, "state": args.state},
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_([weights for weights in draft.parameters() if weights.requires_grad], CLIP)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return parts, len(place)
+
+
+def log(path, row):
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def report(args, draft, rows, progress):
+    """Held-out agreement into the log and onto stderr."""
+    draft.eval()
+    table = agreement(draft, rows)
+    draft.train()
+    log(args.out / "log.jsonl", {"event": "held_out", **progress, "agreement": table})
+    print("\n  " + "  ".join(f"{kind} {share:.3f}" for kind, share in table.items()), file=sys.stderr, flush=True)
+    return table
+
+
+def tell(args, progress, parts, done, learning_rate):
+    """One line of progress with the time left, and its row in the log."""
+    mean = {name: parts[name] / parts["weight"] for name in ("kl", "hard", "hit")}
+    log(args.out / "log.jsonl", {"event": "train", **progress, "lr": learning_rate, **mean})
+    left = args.cpu_minutes * (1 - done)
+    print(
+        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} {progress['tokens'] / max(1e-9, progress['cpu_s']):.0f} tokens/s, {left:.1f} CPU min left ",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def train(args, draft, optimizer, shards, rows, progress):
+    """Epochs over the shards until the budget of process CPU time (pauses do not count) or steps is spent."""
+    stop, begun, spent, sums = Stop(), time.process_time(), progress["cpu_s"], {}
+    draft.train()
+    while not stop.asked:
+        shards.refresh()
+        if not shards.index:
+            raise UserError("--data: no shard with a row to train on; make some with draft_data.py")
+        batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
+        for batch in batches[progress["batch"] :]:
+            done = max(progress["cpu_s"] / 60 / args.cpu_minutes, progress["step"] / args.steps if args.steps else 0)
+            if stop.asked or done >= 1:
+                return done >= 1
+            learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
+            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + progress["step"])
+            parts, tokens = one_step(draft, optimizer, shards, batch, args, learning_rate, generator)
+            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+            progress.update(
+                step=progress["step"] + 1,
+                batch=progress["batch"] + 1,
+                tokens=progress["tokens"] + tokens,
+                cpu_s=spent + time.process_time() - begun,
+            )
+            if progress["step"] % LOG_EVERY == 0:
+                tell(args, progress, sums, done, learning_rate)
+                sums = {}
+            if progress["step"] % args.check_every == 0:
+                report(args, draft, rows, progress)
+                save_state(args.out / "state.pt", draft, optimizer, progress)
+        progress.update(epoch=progress["epoch"] + 1, batch=0)
+    return False
+
+
+def layer_list(text):
+    """A type for argparse: layer numbers with commas between, in the order given."""
+    numbers = [at_least(0, 1000)(part) for part in text.split(",")]
+    if len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"'{text}' names a layer twice")
+    return numbers
+
+
+def minutes(text):
+    """A type for argparse: a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return number
+
+
+def parse_args(argv):
+    parser = Parser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--target", required=True, help="folder of the target, a Llama with a tied head")
+    parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
+    parser.add_argument(
+        "--out", required=True, type=pathlib.Path, help="folder for the checkpoint, the log and the draft"
+    )
+    parser.add_argument(
+        "--layers", type=layer_list, default=[0, 1, 23], help="the target's layers that the draft keeps, from 0"
+    )
+    parser.add_argument(
+        "--grow",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="begin from this trained draft; it may have fewer of the layers",
+    )
+    parser.add_argument(
+        "--cpu-minutes", type=minutes, default=60, help="budget of process CPU time, earlier runs included"
+    )
+    parser.add_argument("--steps", type=at_least(0, 10**9), default=0, help="budget of steps; 0 is none")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--warm-steps", type=at_least(1), default=50, help="steps of warm-up")
+    parser.add_argument(
+        "--decay", type=float, default=0.25, help="last share of the budget, in which the rate falls to zero"
+    )
+    parser.add_argument("--weight-decay", type=float, default=0.01, help="of AdamW")
+    parser.add_argument("--batch-tokens", type=at_least(1), default=1024, help="tokens a step, padding included")
+    parser.add_argument("--negatives", type=at_least(0), default=1024, help="random ids in every union of candidates")
+    parser.add_argument("--hard", type=float, default=0.5, help="weight of the teacher's own choice")
+    parser.add_argument("--state", type=float, default=1.0, help="weight of the distance between last hidden states")
+    parser.add_argument(
+        "--prompt-weight", type=float, default=0.3, help="weight of a position inside a prompt (a continued one has 1)"
+    )
+    parser.add_argument(
+        "--check-every", type=at_least(1, 10**9), default=300, help="steps between two held-out tables and checkpoints"
+    )
+    parser.add_argument("--seed", type=at_least(0, 10**9), default=0, help="of the order of rows and the negatives")
+    parser.add_argument("--threads", type=at_least(1, 1024), default=1, help="threads of the arithmetic")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out; new shards join in")
+    return parser.parse_args(argv)
+
+
+def prepare(args, draft):
+    """The optimizer, and how far an earlier run came (an interrupted epoch is left: shards may have joined since)."""
+    trained = [weights for weights in draft.parameters() if weights.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=BETAS, weight_decay=args.weight_decay, fused=True)
+    progress = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "cpu_s": 0.0}
+    if args.resume and (args.out / "state.pt").exists():
+        progress = load_state(args.out / "state.pt", draft, optimizer)
+        progress.update(epoch=progress["epoch"] + 1, batch=0)
+    return optimizer, progress
+
+
+def export(args, draft, target, layers, rows, card):
+    """Write the draft file; its card says what the int8 file itself agrees with, so it is written, read back, judged and written again."""
+    path = args.out / "draft.safetensors"
+    save_draft(path, draft, target, layers, card)
+    table = agreement(build_draft(path, target), rows)
+    card = card | {"agreement": {kind: round(share, 4) for kind, share in table.items()}}
+    save_draft(path, draft, target, layers, card)
+    return card
+
+
+@command
+def main(argv=None):
+    args = parse_args(argv)
+    check_folder(args.target)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    target, layers = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval(), args.layers
+    if max(layers) >= target.config.num_hidden_layers:
+        raise UserError(f"--layers: the target has layers 0 to {target.config.num_hidden_layers - 1}")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    rows = held_out(target, tokenizer, args.data / "held_out.json")
+    draft = trainable(target, layers)
+    if args.grow:
+        grow(draft, layers, args.grow)
+    optimizer, progress = prepare(args, draft)
+    shards = Shards(args.data, args.prompt_weight, reported_runs(tokenizer))
+    config = {name: value for name, value in vars(args).items() if name not in ("target", "data", "out", "grow")} | {
+        "grown_from": args.grow and args.grow.name
+    }
+    log(args.out / "log.jsonl", {"event": "start", "config": config, "data_tokens": shards.tokens})
+    if not progress["step"]:
+        report(args, draft, rows, progress)
+    finished = train(args, draft, optimizer, shards, rows, progress)
+    save_state(args.out / "state.pt", draft, optimizer, progress)
+    report(args, draft, rows, progress)
+    card = {"tokens": progress["tokens"], "steps": progress["step"], "data_tokens": shards.tokens}
+    card = export(args, draft, target, layers, rows, card | {"cpu_minutes": round(progress["cpu_s"] / 60, 1)})
+    print(json.dumps({"finished": finished, **card}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

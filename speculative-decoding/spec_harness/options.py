@@ -1,0 +1,156 @@
+"""What the user picks in every script that decodes: the pair, the prompts, how much to write and how."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+from spec_common import UserError, at_least, fraction, reachable
+from spec_harness.cells import Task
+from spec_harness.theory import measured_v
+from spec_loop import LOOPS
+from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
+from spec_models.checks import check_room, context_limit, end_ids, prompt_ids
+from spec_models.pairs import DRAFT_PASSES, PAIRS
+from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
+
+
+def add_task_options(parser) -> None:
+    """The pair, how much to write, how."""
+    parser.add_argument("--pair", choices=PAIRS, default="smollm2", help="a target and draft that belong together")
+    parser.add_argument("--target", help="hub id, folder, .gguf file or 'smollm2'; the pair's if left out")
+    parser.add_argument(
+        "--draft", help="hub id, folder, .gguf file or 'cut:0,1,29' (layers of the target); the pair's if left out"
+    )
+    parser.add_argument("--draft-revision", help="revision of the draft on the hub")
+    add_decoding_options(parser)
+
+
+def add_draft_options(parser) -> None:
+    """The form in which a draft runs: neither can change the text."""
+    parser.add_argument(
+        "--draft-vocab",
+        type=at_least(0),
+        metavar="N",
+        help="cut the draft's head to the N most frequent ids, 0: the whole head; left out: 16384 for a draft that ships, else the whole",
+    )
+    parser.add_argument(
+        "--draft-vocab-text", type=Path, metavar="FILE", help="count those ids in a text; left out: the list that ships"
+    )
+    parser.add_argument(
+        "--draft-pass", choices=DRAFT_PASSES, default="auto",
+        help="fused: a draft's Llama layers with fewer operators; plain: as transformers runs them; auto: fused on a CPU",
+    )  # fmt: skip
+
+
+def add_decoding_options(parser) -> None:
+    """How much to write and how: the same in every script that decodes."""
+    add_draft_options(parser)
+    parser.add_argument("--n-tokens", type=at_least(1), default=64, help="tokens to write")
+    parser.add_argument(
+        "--loop", choices=LOOPS, default="lean", help="lean: k draft passes a round; essay: k+1, always a full k"
+    )
+    parser.add_argument(
+        "--stop-at-eos", action="store_true", help="stop at the model's end token; otherwise write on to --n-tokens"
+    )
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the target's chat template")
+    parser.add_argument(
+        "--allow-near-ties",
+        action="store_true",
+        help="half precision: report a text that parts at a tie within row noise, but do not fail (float32: never excused)",
+    )
+
+
+def add_policy_options(parser) -> None:
+    """How far to look ahead; -k is then the most that a round may ask for."""
+    parser.add_argument(
+        "--k-policy", choices=POLICIES, default="fixed",
+        help="fixed: k every round; heuristic: +2 / -1; confidence: stop after a guess the draft doubts; cost: from measured costs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--confidence",
+        type=fraction,
+        default=THRESHOLD,
+        help="of --k-policy confidence: it stops after a less likely guess",
+    )
+
+
+def check_policy(args) -> None:
+    if args.k_policy != "fixed" and args.loop == "essay":
+        raise UserError("--k-policy: --loop essay always drafts a full k; leave one of them out")
+
+
+def with_policy(args, task: Task, costs: dict | None) -> Task:
+    """The task under the policy asked for; `costs` as spec_costs measures them, which only 'cost' looks at."""
+    if args.k_policy == "fixed":
+        return task
+    c, v = (costs["c"] or 0.0, measured_v(costs)) if costs else (0.0, None)
+    return replace(task, policy=lambda one: make_policy(args.k_policy, one.k, c, v, args.confidence, LOOP_OVERHEAD))
+
+
+def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WORKLOAD) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--workload", default=default, help=f"one of: {', '.join(names)}")
+    group.add_argument("--prompt", help="a prompt of your own")
+    group.add_argument(
+        "--prompt-file",
+        type=Path,
+        help="a text file (one prompt) or a .jsonl (one a line: a string, or prompt/text/turns)",
+    )
+    parser.add_argument("--limit", type=at_least(1), help="no more than that many prompts of the file")
+
+
+def fill_pair(args) -> None:
+    target, draft = PAIRS[args.pair]
+    args.target = target if args.target is None else args.target
+    if args.draft is None:
+        if args.target != target:
+            raise UserError("--draft: missing; the pair's own draft belongs to another target")
+        args.draft = draft
+
+
+def workload_prompt(name: str) -> tuple[str, str]:
+    if name not in WORKLOADS:
+        raise UserError(f"--workload {name}: unknown; choose {', '.join(WORKLOADS)}")
+    return name, WORKLOADS[name]
+
+
+def chosen_prompts(args) -> list[tuple[str, str]]:
+    """(name, text) of each prompt asked for. Raises UserError."""
+    if args.prompt is not None:
+        if not args.prompt.strip():
+            raise UserError("--prompt: empty; give some text")
+        return [("prompt", args.prompt)]
+    if args.prompt_file is not None:
+        try:
+            return read_prompts(reachable(args.prompt_file, "--prompt-file"))[: args.limit]
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"--prompt-file {args.prompt_file.name}: {getattr(error, 'strerror', None) or error}"
+            ) from error
+    return [workload_prompt(args.workload)]
+
+
+def check_prompts(args, target, drafts: list, prompts: list[tuple[str, str]], k: int, device) -> dict[str, str]:
+    """Check every prompt before the first is measured. Returns the hash of each one's ids, by name: part of a result
+    file's settings, so that no run resumes on another text of the same name. Raises UserError."""
+    hashes = {}
+    for name, text in prompts:
+        for draft in drafts:
+            task = make_task(args, target, draft, text, k, device)
+        hashes[name] = hashlib.sha256(str(task.prompt[0].tolist()).encode()).hexdigest()[:16]
+    return hashes
+
+
+def make_task(args, target, draft, text: str, k: int, device) -> Task:
+    """The task of one prompt, everything about it checked; `draft` is None where no model drafts. Raises UserError."""
+    prompt = prompt_ids(target, text, args.chat, device)
+    models = [target] if draft is None else [target, draft]
+    for model in models:
+        check_room(model, prompt.shape[1], args.n_tokens, "--n-tokens")
+    limits = [limit for limit in (context_limit(model.model) for model in models) if limit is not None]
+    ends = end_ids(target.model) if args.stop_at_eos else frozenset()
+    limit = min(limits, default=None)
+    drafting = (None, None) if draft is None else (draft.model, draft.plain)
+    return Task(target.model, drafting[0], prompt, args.n_tokens, k, args.loop, ends, limit, drafting[1])

@@ -1,0 +1,240 @@
+"""Result files: strict JSON, written whole after every row, resumable, with the environment they were measured in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+
+from spec_common import HERE, UserError, device_name, dtype_name, replaceable, say
+
+SCHEMA_VERSION = 1
+PACKAGES = ("torch", "transformers", "accelerate", "numpy")
+# Options that change where things go, not what is measured: they may differ between a run and its resumption.
+TEXTS = ("--prompt", "--text")
+NOT_SETTINGS = {"results", "resume", "revision", "draft_revision"}
+
+
+def git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def environment(device: torch.device, dtype: torch.dtype, model=None) -> dict:
+    """Where a measurement was made. No host name, user name or home folder."""
+    import importlib.metadata
+
+    import psutil
+
+    changed = git("status", "--porcelain", "--", ".", ":!results")
+    return {
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": None if changed is None else bool(changed),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "device": str(device),
+        "device_name": device_name(device),
+        "dtype": dtype_name(dtype),
+        "threads": torch.get_num_threads(),
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "cpu_model": cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average_1m": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def plain(value):
+    """Scalars of numpy and torch to Python's; NaN and infinity to null, so that a strict reader takes the file."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, (Path, torch.device, torch.dtype)) else value
+
+
+def write_json(path: Path, document: dict) -> None:
+    """Write whole or not at all: a reader, or a kill at any moment, finds the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(half, "w", encoding="utf-8") as file:
+            json.dump(plain(document), file, indent=1, allow_nan=False, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def without_folder(value):
+    """An absolute path, alone or in a list, shortened to its name: no folder of this machine goes into a file."""
+    if isinstance(value, (list, tuple)):
+        return [without_folder(item) for item in value]
+    return Path(value).name if isinstance(value, (str, Path)) and os.path.isabs(value) else value
+
+
+def shown_command() -> str:
+    """The command line without any folder of this machine."""
+    words, before = [Path(sys.argv[0]).name], ""
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        if option in TEXTS or before in TEXTS:  # a prompt may begin like a path
+            words.append(word)
+        else:
+            words.append(
+                f"{option}={without_folder(value)}" if equals and option.startswith("--") else without_folder(word)
+            )
+        before = word
+    return shlex.join(["python", *words])
+
+
+def settings(args, **more) -> dict:
+    """The `config` of a result file: every option after defaults, and what was found on loading (`more`)."""
+    options = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    return plain(
+        {**{name: value if f"--{name}" in TEXTS else without_folder(value) for name, value in options.items()}, **more}
+    )
+
+
+class ResultFile:
+    """One result file while it is being made: `rows` found on resuming, `add` for each new one.
+
+    Rows are found again by `cell`, the values that name a cell of the sweep. Raises UserError where --resume finds a
+    file of other settings (strict), or where the file cannot be written.
+    """
+
+    def __init__(self, path: Path, experiment: str, config: dict, where: dict, resume: str | None):
+        self.path = replaceable(path)
+        self.document = {
+            "schema_version": SCHEMA_VERSION,
+            "experiment": experiment,
+            "status": "running",
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shown_command(),
+            "environment": where,
+            "config": config,
+            "rows": [],
+            "summary": {},
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=0)
+            self.lock.acquire()
+            if self.path.exists():
+                self.take_up(resume)
+        except Timeout as error:
+            raise UserError(f"--results {path}: another run is writing it; name another file") from error
+        except OSError as error:
+            raise UserError(
+                f"--results {path}: the file that is there or its folder cannot be written ({error.strerror or error}); name another"
+            ) from error
+        self.write()
+
+    @property
+    def rows(self) -> list[dict]:
+        return self.document["rows"]
+
+    def take_up(self, resume: str | None) -> None:
+        """Go on from the file that is there, or move it aside: nothing measured is ever lost."""
+        try:
+            old = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            old = {}
+        old = old if isinstance(old, dict) else {}
+        differs = self.difference(old)
+        if resume and not differs:
+            self.document["rows"] = [row for row in old["rows"] if not row.get("error")]
+            self.document["created_at"] = old["created_at"]
+            say(
+                f"going on with {self.path.name} of {old['created_at']}: its {len(self.rows)} rows are kept, costs included"
+            )
+            return
+        if resume == "strict":
+            raise UserError(
+                f"--resume: {self.path.name} was made with other settings ({differs}); leave --resume out to start afresh"
+            )
+        stamp = re.sub(r"[^0-9A-Za-z+-]", "", str(old.get("created_at", "unreadable")))[:40]
+        name = f"{self.path.stem}-{stamp}"
+        (self.path.parent / "old").mkdir(exist_ok=True)
+        number, aside = 1, self.path.parent / "old" / f"{name}.json"
+        while aside.exists():
+            number += 1
+            aside = aside.with_name(f"{name}-{number}.json")
+        os.replace(self.path, aside)
+        say(f"the earlier {self.path.name} is kept as old/{aside.name}")
+
+    def difference(self, old: dict) -> str | None:
+        """The first setting, or part of the environment, in which an older file differs; None where it can go on."""
+        mine = plain(self.document)
+        for part, ignored in (("config", ()), ("environment", ("load_average_1m", "git_dirty"))):
+            theirs = old.get(part)
+            if not isinstance(theirs, dict) or not isinstance(old.get("rows"), list):
+                return "it is no result file"
+            for name in [*mine[part], *theirs]:
+                if name not in ignored and mine[part].get(name) != theirs.get(name):
+                    return f"{name}: {theirs.get(name)} there, {mine[part].get(name)} here"[:200]
+        return None if old.get("schema_version") == SCHEMA_VERSION else "it has another schema"
+
+    def find(self, **cell) -> dict | None:
+        return next(
+            (row for row in self.rows if all(row.get(name) == plain(value) for name, value in cell.items())), None
+        )
+
+    def add(self, row: dict) -> dict:
+        self.rows.append(plain(row))
+        self.write()
+        return self.rows[-1]
+
+    def finish(self, summary: dict) -> None:
+        self.document["summary"] = plain(summary)
+        self.document["status"] = "failed" if any(row.get("error") for row in self.rows) else "complete"
+        self.write()
+
+    def write(self) -> None:
+        try:
+            write_json(self.path, self.document)
+        except OSError as error:
+            raise UserError(
+                f"--results {self.path}: {error.strerror or error}; choose a place that can be written"
+            ) from error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is not None:
+            self.document["status"] = "interrupted" if kind is KeyboardInterrupt else "failed"
+            self.write()
+            say(f"\nwhat was measured, {len(self.rows)} rows, is in {self.path.name}")
+        self.lock.release()

@@ -1,0 +1,140 @@
+"""How far to look ahead: a k policy chooses k before a round, may end drafting inside it, and learns from what came of it.
+
+None of them can change the text: a guess that was made is always judged, so what is included never depends on what it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+POLICIES = ("fixed", "heuristic", "confidence", "cost")
+FIRST_K = 5  # where the schedule starts
+THRESHOLD = 0.4  # transformers' default for its confidence threshold
+FORGET = 0.9  # what old evidence still counts after each further round: traffic changes its kind
+PRIOR_ALPHA, PRIOR_WEIGHT = 0.7, 3.0  # an opinion worth three judged guesses, before any has been seen
+# Log-odds of acceptance over those of the draft's own probability, fitted once on held-out prompts with a shipped draft: a
+# distilled draft is more often right than it is sure, the more so the further its block has come. The running offset, one
+# step of online logistic regression a judged guess, corrects them for other drafts and texts.
+AT_FIRST, A_PLACE, LAST_PLACE, MOST_OFFSET = 0.6, 0.3, 4, 3.0
+LOOP_OVERHEAD = 0.02  # of a target pass: what the loop itself is taken to cost a round
+PROBE_EVERY = 16  # rounds: while nothing is guessed nothing is learnt, so look whether that is still right
+
+
+class FixedK:
+    """The same k every round."""
+
+    reads_confidence = False  # whether `enough` looks at the draft's own probability of its guess
+
+    def __init__(self, k: int):
+        self.k = k
+
+    def ahead(self, confident: bool) -> int:
+        """Guesses to ask for in the next round, 0 or more. `confident`: whether `enough` will be asked after each one."""
+        return self.k
+
+    def enough(self, confidence: float) -> bool:
+        """Whether to stop drafting after a guess to which the draft gave this probability. The guess itself is kept."""
+        return False
+
+    def learn(self, proposed: int, accepted: int) -> None:
+        """What came of the round."""
+
+
+class Schedule(FixedK):
+    """transformers' heuristic: two more after a round in which all was accepted, one less after any other, from 1 to k."""
+
+    def __init__(self, k: int):
+        super().__init__(min(FIRST_K, k))
+        self.most = k
+
+    def learn(self, proposed: int, accepted: int) -> None:
+        if proposed:
+            self.k = min(self.most, self.k + 2) if accepted == proposed else max(1, self.k - 1)
+
+
+class Confidence(FixedK):
+    """Up to k guesses, but none after one that the draft itself gave less than the threshold (transformers' criterion)."""
+
+    reads_confidence = True
+
+    def __init__(self, k: int, threshold: float = THRESHOLD):
+        super().__init__(k)
+        self.threshold = threshold
+
+    def enough(self, confidence: float) -> bool:
+        return confidence < self.threshold
+
+
+class Cost(FixedK):
+    """The k of the most expected tokens per second, from the measured costs and the acceptance seen so far.
+
+    A block of m guesses takes T(m) = m c + V(m+1) + o target passes and writes E(m) = 1 + a_1 + a_1 a_2 + ... tokens (Leviathan
+    et al., equation 1, with an acceptance for each guess). A guess that is made counts with the acceptance that its
+    confidence and place promise; those behind it with the running alpha. Drafting ends where no longer block promises
+    more than the one in hand; a round without guesses is one of the choices.
+    """
+
+    reads_confidence = True
+
+    def __init__(self, k: int, c: float, v: Callable[[int], float], overhead: float = 0.0):
+        super().__init__(k)
+        self.passes = [m * c + v(m + 1) + overhead for m in range(k + 1)]
+        self.right, self.judged = PRIOR_ALPHA * PRIOR_WEIGHT, PRIOR_WEIGHT
+        self.offset, self.idle = 0.0, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the block in hand."""
+        self.reach, self.tokens, self.confidences = 1.0, 1.0, []
+
+    def acceptance(self, confidence: float, place: int) -> float:
+        """The chance that the guess at that place (from 0) of a block is accepted, those before it being so: the draft's own
+        probability in log-odds, moved by what the place adds and by how far this text has been off lately."""
+        sure = min(max(confidence, 0.001), 0.999)
+        return 1 / (
+            1 + math.exp(-(math.log(sure / (1 - sure)) + AT_FIRST + A_PLACE * min(place, LAST_PLACE) + self.offset))
+        )
+
+    def best(self) -> int:
+        """How many guesses the block should have in the end, no fewer than it has."""
+        made, reach, tokens = len(self.confidences), self.reach, self.tokens
+        best, rate = made, tokens / self.passes[made]
+        for m in range(made + 1, self.k + 1):
+            reach *= self.right / self.judged
+            tokens += reach
+            if tokens / self.passes[m] > rate:
+                best, rate = m, tokens / self.passes[m]
+        return best
+
+    def ahead(self, confident: bool) -> int:
+        self.begin()
+        wanted = self.best()
+        self.idle = 0 if wanted else self.idle + 1
+        if self.idle == PROBE_EVERY:
+            self.idle, wanted = 0, min(1, self.k)
+        return self.k if confident and wanted else wanted
+
+    def enough(self, confidence: float) -> bool:
+        self.reach *= self.acceptance(confidence, len(self.confidences))
+        self.tokens += self.reach
+        self.confidences.append(confidence)
+        return self.best() == len(self.confidences)
+
+    def learn(self, proposed: int, accepted: int) -> None:
+        if not proposed:
+            return
+        judged = min(proposed, accepted + 1)
+        self.right, self.judged = FORGET * self.right + accepted, FORGET * self.judged + judged
+        for place, confidence in enumerate(self.confidences[:judged]):
+            surprise = (place < accepted) - self.acceptance(confidence, place)
+            self.offset = max(-MOST_OFFSET, min(MOST_OFFSET, self.offset + surprise))
+
+
+def make_policy(
+    name: str, k: int, c: float, v: Callable[[int], float], threshold: float = THRESHOLD, overhead: float = 0.0
+):
+    """A fresh policy by its name; `k` is the most it may ask for. `c`, `v` and `overhead` as spec_costs measures them."""
+    if name == "cost":
+        return Cost(k, c, v, overhead)
+    return {"fixed": FixedK, "heuristic": Schedule}[name](k) if name != "confidence" else Confidence(k, threshold)

@@ -1,0 +1,167 @@
+"""A trained draft as one small file: only what was trained, matrices as int8 rows with a float16 scale each.
+
+The embedding and the head are the target's own and are never stored. The scripts build the draft in memory by its name;
+for any other tool it is unpacked once into a plain folder:
+
+    python -m spec_models.files draft-s FOLDER     # then AutoModelForCausalLM.from_pretrained(FOLDER)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from spec_common import HERE, Help, Parser, UserError, command
+from spec_models.embedded import ensure_target
+
+FORMAT = 1
+SHARED = ("embed_tokens", "lm_head")  # the target's own: never stored
+CONFIG_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+def pack_rows(matrix):
+    """int8 rows and their float16 scales; a row's largest entry becomes 127."""
+    scales = (matrix.float().abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-7).half()
+    return torch.round(matrix.float() / scales.float()).clamp(-127, 127).to(torch.int8), scales
+
+
+def fingerprint(model):
+    """32 entries of the embedding: they name the target that a draft belongs to, in whatever precision it is loaded."""
+    weight = model.get_input_embeddings().weight.detach().flatten()
+    places = torch.arange(1, 33) * (weight.numel() // 33)
+    return [round(value, 4) for value in weight[places].float().tolist()]
+
+
+def same_target(stored, model):
+    """Whether `model` is the target of the stored fingerprint, up to half-precision rounding."""
+    mine = fingerprint(model)
+    return all(abs(a - b) <= 2e-4 + 0.01 * abs(a) for a, b in zip(stored, mine, strict=True))
+
+
+def belongs_to(path, model) -> bool:
+    """Whether the draft file was trained for `model`."""
+    with safe_open(path, "pt") as file:
+        return same_target(json.loads(file.metadata()["target"]), model)
+
+
+def save_draft(path, model, target, layers, card):
+    """Write the trained tensors of `model`, cut from `target` at `layers`, with what unpacking needs in the metadata."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if any(part in name for part in SHARED):
+            continue
+        if tensor.ndim == 2:
+            tensors[name], tensors[name + ".scale"] = pack_rows(tensor)
+        else:
+            tensors[name] = tensor.float().contiguous()
+    config = {key: getattr(model.config, key, None) for key in CONFIG_KEYS} | {"num_hidden_layers": len(layers)}
+    metadata = {"format": FORMAT, "config": config, "layers": list(layers), "target": fingerprint(target), "card": card}
+    path = pathlib.Path(path)
+    partial = path.with_suffix(".part")
+    save_file(tensors, partial, metadata={key: json.dumps(value) for key, value in metadata.items()})
+    os.replace(partial, path)
+
+
+def read_draft(path):
+    """Float32 tensors of the layers and the final norm, and the metadata."""
+    with safe_open(path, "pt") as file:
+        metadata = {key: json.loads(value) for key, value in file.metadata().items()}
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"{path}: draft format {metadata['format']}, this code reads {FORMAT}")
+    states = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(".scale"):
+            states[name] = (
+                tensor.float() * tensors[name + ".scale"].float() if name + ".scale" in tensors else tensor.float()
+            )
+    return states, metadata
+
+
+def build_draft(path, target):
+    """The draft as a model in memory, sharing the values of the target's embedding and head."""
+    states, metadata = read_draft(path)
+    if not same_target(metadata["target"], target):
+        raise ValueError(f"{path} was trained for another target: the entries of its embedding differ from this one's")
+    draft = LlamaForCausalLM(LlamaConfig(**metadata["config"]))
+    states["model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().float()
+    if not draft.config.tie_word_embeddings:
+        states["lm_head.weight"] = target.get_output_embeddings().weight.detach().float()
+    missing, unexpected = draft.load_state_dict(states, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ValueError(f"{path}: missing {missing}, unexpected {unexpected}")
+    draft.tie_weights()
+    return draft.eval()
+
+
+def unpack_draft(path, target, tokenizer, out_folder, dtype=torch.float32):
+    """Expand a draft once into a plain model folder; `target` and `tokenizer` are loaded ones or a folder. Returns the folder."""
+    out = pathlib.Path(out_folder)
+    if (out / "config.json").exists():
+        return out
+    if isinstance(target, (str, os.PathLike)):
+        target = AutoModelForCausalLM.from_pretrained(target)
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.part")
+    build_draft(path, target).to(dtype).save_pretrained(partial)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    try:
+        os.rename(partial, out)
+    except OSError:  # another process was first: its folder is as good
+        shutil.rmtree(partial)
+        if not (out / "config.json").exists():
+            raise
+    return out
+
+
+def parse_args(argv):
+    parser = Parser(description=__doc__, formatter_class=Help)
+    parser.add_argument("draft", help="a draft of drafts/, by its name")
+    parser.add_argument("folder", type=pathlib.Path, help="the folder to make")
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    path = HERE / "drafts" / f"{args.draft}.safetensors"
+    if not path.exists():
+        shipped = ", ".join(sorted(file.stem for file in (HERE / "drafts").glob("*.safetensors"))) or "none"
+        raise UserError(f"{args.draft}: no such draft; the repository ships {shipped}")
+    if args.folder.exists():
+        raise UserError(f"{args.folder}: already there; name a new folder")
+    transformers.logging.disable_progress_bar()
+    target = ensure_target()
+    print(f"{args.draft} is in {unpack_draft(path, target, target, args.folder)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,223 @@
+"""Finding and loading one model: a hub id, a folder, a `.gguf` file, or `smollm2` (the embedded target)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.initialization import no_init_weights
+
+from spec_common import HERE, UserError, first_line, is_out_of_memory, reachable, say
+from spec_models import linear as cpu_linear
+from spec_models.checks import Loaded
+from spec_models.embedded import MANIFEST, ensure_target, load_gguf, sha256
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+EMBEDDED = "smollm2"
+# Shapes that `--random-weights` knows without a hub: the published configs of the essay's family.
+SHIPPED_CONFIGS = {path.parent.name: path.parent for path in (HERE / "spec_models" / "configs").glob("*/config.json")}
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def hub_is_out_of_reach() -> bool:
+    """True if the hub cannot be reached; asked first because its client tries for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    host = re.sub(r"^https?://", "", constants.ENDPOINT).split("/")[0].split(":")[0]
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        import urllib.request
+
+        return not urllib.request.getproxies()
+    return False
+
+
+def locate(name: str, flag: str) -> str:
+    """Where the model of that name is to be loaded from. Raises UserError if it is nowhere, before any slow try."""
+    if not name.strip():
+        raise UserError(f"{flag}: empty; give a hub id, a folder or a .gguf file")
+    if name == EMBEDDED:
+        return str(ensure_target())
+    path = reachable(name, flag)
+    if path.exists():
+        if not path.is_dir() and path.suffix != ".gguf":
+            raise UserError(f"{flag} {name}: a file; give the folder it is in, or a .gguf file")
+        return str(path)
+    if not re.fullmatch(r"[\w-]+/[\w.-]+|[\w-][\w.-]*", name) or path.suffix == ".gguf":
+        raise UserError(f"{flag} {name}: no such file or folder")
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError as error:
+        raise UserError(f"{flag} {name}: no such file or folder, and no name that the hub could have") from error
+    if not cached and hub_is_out_of_reach():
+        raise UserError(
+            f"{flag} {name}: no such folder, and the model hub is offline or out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"
+        )
+    return name
+
+
+def explain(error: BaseException, name: str, flag: str) -> UserError:
+    """The one line that says what to do about a model that does not load."""
+    text = str(error)
+    hints = (
+        ("gated", "the model is gated: accept its licence on the hub and log in with `hf auth login`"),
+        ("trust_remote_code", "it needs its own code; read that code, then pass --trust-remote-code"),
+        ("no file named model.safetensors", "it has no safetensors weights, the only kind loaded here"),
+        ("not a valid model identifier", "not a folder here and not a model on the hub"),
+        ("couldn't connect", f"the model hub is out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"),
+        ("not a valid JSON", "its config.json cannot be read"),
+        ("does not recognize this architecture", "its architecture is not known to this version of transformers"),
+    )
+    hint = next((hint for mark, hint in hints if mark in text), first_line(error))
+    return UserError(f"{flag} {name}: {hint}")
+
+
+def read_config(where: str, name: str, flag: str, revision: str | None, trust: bool):
+    """The config, refused where the class cannot write left to right. Raises UserError."""
+    try:
+        if where.endswith(".gguf"):
+            return AutoConfig.from_pretrained(Path(where).parent, gguf_file=Path(where).name)
+        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
+    except Exception as error:  # every loader of transformers raises its own kinds
+        raise explain(error, name, flag) from error
+    known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    if not known:
+        kind = "an encoder-decoder" if config.is_encoder_decoder else f"a '{config.model_type}' model"
+        raise UserError(f"{flag} {name}: {kind}, not a causal language model; choose one that writes left to right")
+    return config
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+def parameter_bytes(config, dtype: torch.dtype, trust: bool) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    return sum(p.numel() for p in model.parameters()) * dtype.itemsize
+
+
+def placement(needed_bytes: int, device: torch.device, name: str, flag: str) -> dict:
+    """How to place a model of that size: on the device, or spread by accelerate where the GPU alone is too small.
+
+    Raises UserError where the machine's memory cannot hold it.
+    """
+    import psutil
+
+    ram = psutil.virtual_memory().available
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if needed_bytes > 0.9 * free:
+            say(
+                f"{flag} {name}: {needed_bytes / 1e9:.1f} GB do not fit in {free / 1e9:.1f} GB free on {device}: spread with device_map=auto"
+            )
+            return {"device_map": "auto"}
+    elif needed_bytes > 0.95 * ram:
+        raise UserError(
+            f"{flag} {name}: needs {needed_bytes / 1e9:.1f} GB and {ram / 1e9:.1f} GB are free; choose a smaller model or --dtype float16"
+        )
+    return {"device_map": str(device)}
+
+
+def random_model(config, device: torch.device, dtype: torch.dtype, trust: bool = False):
+    """A model of that config with random weights, made on the device in the dtype: its cost is the real one's."""
+    with no_init_weights(), torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norm weights of 1 and small matrices keep every value finite through the layers in half precision.
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.uniform_(-0.02, 0.02)
+    return model
+
+
+def load_random(name: str, flag: str, device: torch.device, dtype: torch.dtype, revision=None, trust=False) -> Loaded:
+    shipped = re.sub(r"-instruct$", "", name.split("/")[-1].lower())
+    where = str(SHIPPED_CONFIGS.get(shipped) or locate(name, flag))
+    config = read_config(where, name, flag, revision, trust)
+    try:
+        placement(parameter_bytes(config, dtype, trust), device, name, flag)
+        model = random_model(config, device, dtype, trust)
+    except (ValueError, RuntimeError) as error:
+        raise explain(error, name, flag) from error
+    return Loaded(
+        model.eval(), None, name, flag, {"name": name, "weights": "random", "parameters": model.num_parameters()}
+    )
+
+
+def weights_about(where: str, config) -> dict:
+    """What identifies the weights in the result file: the hub's commit, or the hash of the files."""
+    path = Path(where)
+    if not path.exists():
+        return {"revision": getattr(config, "_commit_hash", None)}
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    return {
+        "sha256": hashlib.sha256("".join(sha256(file) for file in files if file.name != MANIFEST).encode()).hexdigest()
+    }
+
+
+def check_complete(info: dict, name: str, flag: str) -> None:
+    """Refuse a checkpoint that lacks weights: transformers would fill them in at random and go on. Raises UserError."""
+    absent = sorted([*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])])
+    if absent:
+        raise UserError(
+            f"{flag} {name}: the checkpoint is incomplete, {len(absent)} weights are missing or of another shape, the first {absent[0]}"
+        )
+
+
+def load(
+    name: str, flag: str, device: torch.device, dtype: torch.dtype, revision: str | None = None, trust: bool = False
+) -> Loaded:
+    """Load a model and its tokenizer from a hub id, folder or .gguf file; safetensors only. Raises UserError."""
+    where = locate(name, flag)
+    config = read_config(where, name, flag, revision, trust)
+    try:
+        placed = placement(parameter_bytes(config, dtype, trust), device, name, flag)
+        if where.endswith(".gguf"):
+            model, tokenizer = load_gguf(Path(where), dtype, **placed)
+        else:
+            options = {"revision": revision, "trust_remote_code": trust}
+            model, info = AutoModelForCausalLM.from_pretrained(
+                where, dtype=dtype, use_safetensors=True, output_loading_info=True, **placed, **options
+            )
+            check_complete(info, name, flag)
+            tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UserError(
+                f"{flag} {name}: out of memory while loading; choose a smaller model or --dtype float16"
+            ) from error
+        raise explain(error, name, flag) from error
+    shown = Path(where).name if Path(where).exists() and name != EMBEDDED else name  # no home folder in a result file
+    return Loaded(
+        model.eval(),
+        tokenizer,
+        shown,
+        flag,
+        {"name": shown, **weights_about(where, config), "parameters": model.num_parameters()},
+    )
+
+
+def linear_kind(args, device: torch.device, dtype: torch.dtype) -> str:
+    try:
+        return cpu_linear.choose(args.cpu_linear, device, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error

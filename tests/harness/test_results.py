@@ -1,0 +1,300 @@
+"""Result files: what a strict reader takes, whole at every moment, resumable only with the same settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spec_common import UserError, command
+from spec_harness import results as result_files
+from spec_harness.results import SCHEMA_VERSION, ResultFile, environment, plain, settings, shown_command, write_json
+
+WHERE = {"device": "cpu", "threads": 1, "load_average_1m": 0.5}
+
+
+def strict(path: Path) -> dict:
+    """The document, read by a reader that refuses NaN and Infinity."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} in {path.name}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def open_file(path: Path, resume=None, where=WHERE, **config) -> ResultFile:
+    return ResultFile(path, "experiment", {"k": 5, **config}, dict(where), resume)
+
+
+def kept(path: Path) -> list[Path]:
+    return sorted((path.parent / "old").glob("*.json"))
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (float("nan"), None),
+        (float("inf"), None),
+        (-float("inf"), None),
+        (np.float32(0.5), 0.5),
+        (np.float64("nan"), None),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.array([1.0, np.nan]), [1.0, None]),
+        (torch.tensor(2), 2),
+        (torch.tensor([0.5, float("inf")]), [0.5, None]),
+        (torch.float16, "torch.float16"),
+        (torch.device("cpu"), "cpu"),
+        (frozenset([3, 1]), [1, 3]),
+        ({1: (2, float("nan"))}, {"1": [2, None]}),
+        (True, True),
+        (None, None),
+    ],
+)
+def test_every_kind_of_value_becomes_strict_json(value, expected, results):
+    write_json(results, {"value": value})
+    assert strict(results)["value"] == expected
+    assert type(plain(value)) is type(expected)
+
+
+# ----------------------------------------------------------------------------------------------------------- atomic
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_the_old_file(results, monkeypatch):
+    write_json(results, {"rows": [1]})
+
+    def half(document, file, **options):
+        file.write('{"rows": [1, ')
+        raise Killed
+
+    monkeypatch.setattr(result_files.json, "dump", half)
+    with pytest.raises(Killed):
+        write_json(results, {"rows": [1, 2]})
+    assert strict(results) == {"rows": [1]}
+    assert os.listdir(results.parent) == [results.name], "no half-written file stays behind"
+
+
+def test_the_new_file_is_whole_before_it_takes_the_name(results, monkeypatch):
+    write_json(results, {"rows": [1]})
+    seen = []
+    replace = os.replace
+    monkeypatch.setattr(
+        result_files.os,
+        "replace",
+        lambda new, old: (seen.append((strict(Path(new)), strict(Path(old)))), replace(new, old)),
+    )
+    write_json(results, {"rows": [1, 2]})
+    assert seen == [({"rows": [1, 2]}, {"rows": [1]})]
+
+
+def test_the_folder_is_made_if_it_is_not_there(tmp_path):
+    write_json(tmp_path / "a" / "b.json", {})
+    assert strict(tmp_path / "a" / "b.json") == {}
+
+
+# ------------------------------------------------------------------------------------------------------------- a sweep
+
+
+def test_a_file_holds_every_row_as_soon_as_it_is_added(results):
+    with open_file(results) as file:
+        assert strict(results)["status"] == "running"
+        for k in range(3):
+            file.add({"k": k, "speedup": np.float32(1.5), "error": None})
+            assert [row["k"] for row in strict(results)["rows"]] == list(range(k + 1))
+        file.finish({"best": torch.tensor(2)})
+    document = strict(results)
+    assert (document["status"], document["summary"], document["schema_version"]) == (
+        "complete",
+        {"best": 2},
+        SCHEMA_VERSION,
+    )
+    assert list(document) == [
+        "schema_version",
+        "experiment",
+        "status",
+        "created_at",
+        "command",
+        "environment",
+        "config",
+        "rows",
+        "summary",
+    ]
+
+
+def test_ctrl_c_leaves_a_valid_file_marked_interrupted(results, capsys):
+    @command
+    def main(argv=None):
+        with open_file(results) as file:
+            file.add({"k": 1, "error": None})
+            raise KeyboardInterrupt
+
+    assert main() == 130
+    document = strict(results)
+    assert (document["status"], len(document["rows"])) == ("interrupted", 1)
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_an_error_marks_the_file_failed_and_keeps_the_rows(results):
+    with pytest.raises(ZeroDivisionError), open_file(results) as file:
+        file.add({"k": 1, "error": None})
+        1 / 0  # noqa: B018
+    assert (strict(results)["status"], len(strict(results)["rows"])) == ("failed", 1)
+
+
+def test_a_failed_cell_marks_the_run_failed(results):
+    with open_file(results) as file:
+        file.add({"k": 1, "speedup": None, "error": "out of memory"})
+        file.finish({})
+    assert strict(results)["status"] == "failed"
+    assert strict(results)["rows"][0]["speedup"] is None
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+def half_done(results, **config) -> None:
+    with pytest.raises(KeyboardInterrupt), open_file(results, **config) as file:
+        file.add({"k": 1, "speedup": 1.5, "error": None})
+        file.add({"k": 2, "speedup": None, "error": "out of memory"})
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("resume", ["strict", "auto"])
+def test_resuming_with_the_same_settings_goes_on_and_tries_failed_cells_again(results, resume):
+    half_done(results)
+    began = strict(results)["created_at"]
+    with open_file(results, resume) as file:
+        assert file.find(k=1)["speedup"] == 1.5
+        assert file.find(k=2) is None
+        file.add({"k": 2, "speedup": 1.2, "error": None})
+        file.finish({})
+    document = strict(results)
+    assert [row["speedup"] for row in document["rows"]] == [1.5, 1.2]
+    assert (document["status"], document["created_at"]) == ("complete", began)
+
+
+def test_the_load_of_the_machine_does_not_stop_a_resumption(results):
+    half_done(results)
+    assert open_file(results, "strict", {**WHERE, "load_average_1m": 9.0}).find(k=1)
+
+
+@pytest.mark.parametrize(
+    ("where", "config", "named"),
+    [
+        (WHERE, {"k": 6}, "k: 5 there, 6 here"),
+        (WHERE, {"prompt": "x"}, "prompt: None there, x here"),
+        ({**WHERE, "threads": 2}, {}, "threads: 1 there, 2 here"),
+    ],
+)
+def test_resuming_with_other_settings_is_refused_by_name_and_nothing_is_lost(results, where, config, named):
+    half_done(results)
+    before = strict(results)
+    with pytest.raises(UserError, match=f"--resume: results.json was made with other settings .{named}"):
+        open_file(results, "strict", where, **config)
+    assert strict(results) == before
+
+
+def test_resume_auto_starts_afresh_where_settings_differ_and_keeps_the_earlier_file(results):
+    half_done(results)
+    assert open_file(results, "auto", k=6).rows == []
+    (old,) = kept(results)
+    assert len(strict(old)["rows"]) == 2
+
+
+def test_without_resume_the_earlier_file_is_kept(results, capsys):
+    half_done(results)
+    assert open_file(results).rows == []
+    (old,) = kept(results)
+    assert len(strict(old)["rows"]) == 2
+    assert f"old/{old.name}" in capsys.readouterr().err
+
+
+def test_no_earlier_file_is_ever_lost_however_quickly_they_follow_each_other(results):
+    for _ in range(3):
+        half_done(results)
+    open_file(results)
+    assert len(kept(results)) == 3
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "[1, 2]", "3", "null", '{"rows": 3}', '{"rows": [], "config": {}}', "\x00\xff"]
+)
+def test_a_file_that_is_no_result_file_is_moved_aside_not_read(results, content):
+    results.write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match="--resume"):
+        open_file(results, "strict")
+    assert results.read_bytes() == content.encode("latin-1")
+    assert open_file(results).rows == []
+    (old,) = kept(results)
+    assert old.read_bytes() == content.encode("latin-1")
+
+
+def test_two_unreadable_files_are_both_kept(results):
+    for text in ("one", "two"):
+        results.write_text(text)
+        open_file(results)
+        results.unlink()
+    assert sorted(path.read_text() for path in kept(results)) == ["one", "two"]
+
+
+def test_a_folder_in_the_place_of_the_file_is_refused_and_stays(tmp_path):
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    (folder / "work.txt").write_text("mine")
+    with pytest.raises(UserError, match="--results"):
+        open_file(folder)
+    assert (folder / "work.txt").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--results .*file/results.json"):
+        open_file(tmp_path / "file" / "results.json")
+
+
+# --------------------------------------------------------------------------------------------------------- what is told
+
+
+def test_no_folder_of_this_machine_is_in_the_file(monkeypatch):
+    home = str(Path.home() / "models" / "mine")
+    monkeypatch.setattr(sys, "argv", ["/opt/x/spec_bench.py", "--target", home, f"--draft={home}", "-k", "5"])
+    assert shown_command() == "python spec_bench.py --target mine --draft=mine -k 5"
+    args = types.SimpleNamespace(
+        target=home, prompt_file=Path(home), results=Path(home), resume="strict", k=5, drafts=[home, "cut:0"]
+    )
+    assert str(Path.home()) not in json.dumps(settings(args))
+    assert {"target": "mine", "prompt_file": "mine", "k": 5}.items() <= settings(args).items()
+
+
+def test_the_environment_names_the_machine_and_no_person():
+    where = environment(torch.device("cpu"), torch.float32)
+    assert {
+        "git_commit",
+        "git_dirty",
+        "python",
+        "packages",
+        "device_name",
+        "dtype",
+        "threads",
+        "cpu_model",
+        "memory_bytes",
+    } <= set(where)
+    assert (where["device"], where["dtype"], where["threads"]) == ("cpu", "float32", torch.get_num_threads())
+    text = json.dumps(where, allow_nan=False)
+    import socket
+
+    for secret in (socket.gethostname(), str(Path.home())):
+        assert secret not in text

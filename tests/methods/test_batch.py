@@ -1,0 +1,587 @@
+"""Decoding a batch: every row gets what its request gets alone, to the token and to the count, whatever its neighbours do."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+
+import pytest
+import torch
+import transformers as T
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spec_batch
+import tiny
+from spec_common import UserError
+from spec_harness import batches
+from spec_harness.batch_costs import pass_seconds, predicted_speedup
+from spec_harness.batches import Requests, pooled
+from spec_harness.cells import Mismatch, counts
+from spec_methods import batch as batch_loop
+from spec_methods.batch import BatchDrafter
+from spec_methods.rows import RowCache, check_rows, feed, mask_of, read_prompts
+from spec_models.checks import Loaded
+from spec_models.vocab import cut_head
+from spec_pass import DecodingError
+
+LONGEST = 20
+# Ids 0 and 2 are what a tokenizer calls pad and end: in a prompt they are text, and a mask must not look at them.
+PROMPTS = [(7,), (0, 0, 0), (5, 9), (2, 5, 2, 9, 2), (5, 9, 3, 17, 2, 11), (0, 21, 0, 8, 0, 0), tuple(range(3, 20))]
+TARGETS = {"llama": tiny.llama(dtype=torch.float64), "qwen2": tiny.qwen2().double(), "gpt2": tiny.gpt2().double()}
+DRAFTS = {
+    name: {"itself": target, "near": tiny.near(target), "wrong": tiny.always_wrong(target)}
+    for name, target in TARGETS.items()
+}
+LLAMA = TARGETS["llama"]
+
+
+def speculated(target, draft, prompts, budgets, k, ends=frozenset()):
+    batch = batch_loop.prefill(target, [torch.tensor([prompt]) for prompt in prompts], budgets, k)
+    drafter = BatchDrafter(draft, target.get_input_embeddings().weight.shape[0])
+    drafter.start(batch)
+    return batch_loop.speculate(target, drafter, batch, k, ends)
+
+
+def plainly(target, prompts, budgets, ends=frozenset()):
+    return batch_loop.baseline(
+        target, batch_loop.prefill(target, [torch.tensor([prompt]) for prompt in prompts], budgets, 0), ends
+    )
+
+
+def own_text(target, prompt: tuple, n: int, ends=frozenset()) -> list[int]:
+    """What the request gets by the oracle: greedy, cut after its first end token."""
+    tokens = list(tiny.greedy_once(target, prompt, LONGEST)[:n])
+    return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))]
+
+
+def texts(batch) -> list[list[int]]:
+    return [done.tokens for done in batch.done]
+
+
+rows = st.lists(st.tuples(st.sampled_from(PROMPTS), st.integers(0, LONGEST)), min_size=1, max_size=5)
+ends_sets = st.frozensets(st.integers(0, 63), max_size=6)
+
+
+# ------------------------------------------------------------------------------------------------------------ the text
+
+
+@settings(max_examples=20)
+@pytest.mark.parametrize("name", TARGETS)
+@given(rows=rows, draft=st.sampled_from(["itself", "near", "wrong"]), k=st.integers(0, 6), ends=ends_sets)
+def test_every_row_gets_its_own_text(name, rows, draft, k, ends):
+    target, (prompts, budgets) = TARGETS[name], zip(*rows, strict=True)
+    expected = [own_text(target, prompt, n, ends) for prompt, n in rows]
+    batch = speculated(target, DRAFTS[name][draft], prompts, list(budgets), k, ends)
+    assert texts(batch) == expected
+    assert texts(plainly(target, prompts, list(budgets), ends)) == expected
+
+
+@settings(max_examples=8)
+@given(rows=rows, draft=st.sampled_from(["itself", "near", "wrong"]), k=st.integers(0, 6), ends=ends_sets)
+def test_every_row_counts_what_its_request_counts_alone(rows, draft, k, ends):
+    draft, (prompts, budgets) = DRAFTS["llama"][draft], zip(*rows, strict=True)
+    batch = speculated(LLAMA, draft, prompts, list(budgets), k, ends)
+    assert batch.done == [tiny.speculated(LLAMA, draft, prompt, n, k, ends=ends) for prompt, n in rows]
+    assert plainly(LLAMA, prompts, list(budgets), ends).done == [
+        tiny.plainly(LLAMA, LLAMA, prompt, n, ends=ends) for prompt, n in rows
+    ]
+
+
+def test_the_order_of_the_rows_does_not_matter():
+    draft, budgets = DRAFTS["llama"]["near"], [LONGEST - i for i in range(len(PROMPTS))]
+    one = speculated(LLAMA, draft, PROMPTS, budgets, 3).done
+    other = speculated(LLAMA, draft, PROMPTS[::-1], budgets[::-1], 3).done
+    assert one == other[::-1]
+    assert speculated(LLAMA, draft, PROMPTS[2:4], budgets[2:4], 3).done == one[2:4], "nor who else is there"
+
+
+def test_one_row_twice_is_twice_the_same():
+    one, other = speculated(LLAMA, DRAFTS["llama"]["near"], [PROMPTS[4]] * 2, [LONGEST] * 2, 4).done
+    assert one == other
+
+
+# ----------------------------------------------------------------------------------------------------------- the counts
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_a_model_that_drafts_for_itself_is_never_rejected(k):
+    """A draft that does not read its last guess after a full acceptance is exact as well, and loses agreement."""
+    batch = speculated(LLAMA, LLAMA, PROMPTS, [LONGEST] * len(PROMPTS), k)
+    for done in batch.done:
+        assert sum(done.accepted) == sum(map(len, done.proposals)) and done.rejections == 0
+        assert done.target_passes == -(-LONGEST // (k + 1))
+    assert all(missing == (2 if number else 1) for number, (_, ahead, missing) in enumerate(batch.rounds) if ahead)
+
+
+def test_a_draft_that_is_always_wrong_gives_one_token_a_pass():
+    batch = speculated(LLAMA, DRAFTS["llama"]["wrong"], PROMPTS, [LONGEST] * len(PROMPTS), 3)
+    for done in batch.done:
+        assert sum(done.accepted) == 0 and done.target_passes == LONGEST
+    assert texts(batch) == [own_text(LLAMA, prompt, LONGEST) for prompt in PROMPTS]
+
+
+def test_no_row_guesses_or_writes_past_its_budget():
+    budgets = [1, 2, 5, LONGEST]
+    batch = speculated(LLAMA, LLAMA, PROMPTS[:4], budgets, 6)
+    assert [len(done.tokens) for done in batch.done] == budgets
+    assert [done.proposals and len(done.proposals[0]) for done in batch.done] == [0, 1, 4, 6]
+
+
+def test_finished_rows_leave_the_batch_and_only_what_is_left_is_fed(monkeypatch):
+    fed = []
+    monkeypatch.setattr(
+        batch_loop,
+        "feed",
+        lambda model, ids, cache, slots, end, keep: (
+            fed.append((model is LLAMA, *slots.shape)),
+            feed(model, ids, cache, slots, end, keep),
+        )[1],
+    )
+    budgets = [3, 9, 0, LONGEST]
+    assert [rows for rows, _, _ in plainly(LLAMA, PROMPTS[:4], budgets).rounds] == [3] * 3 + [2] * 6 + [1] * (
+        LONGEST - 9
+    )
+    assert fed == [(True, 3, 1)] * 3 + [(True, 2, 1)] * 6 + [(True, 1, 1)] * (LONGEST - 9)
+    fed.clear()
+    batch = speculated(LLAMA, DRAFTS["llama"]["near"], PROMPTS[:4], budgets, 3)
+    verified = [(rows, q) for target, rows, q in fed if target]
+    assert verified == [(rows, ahead + 1) for rows, ahead, _ in batch.rounds], "ONE target pass a round"
+    assert len(fed) - len(verified) == sum(ahead for _, ahead, _ in batch.rounds), "a draft pass a guess"
+    assert [rows for rows, _ in verified] == sorted((rows for rows, _ in verified), reverse=True)
+    assert len(batch.rounds) == max(done.target_passes for done in batch.done)
+    assert sum(rows for rows, _, _ in batch.rounds) == sum(done.target_passes for done in batch.done)
+
+
+def test_the_device_is_waited_for_once_a_round(monkeypatch):
+    waits = []
+    tolist = torch.Tensor.tolist
+    batch = batch_loop.prefill(LLAMA, [torch.tensor([prompt]) for prompt in PROMPTS], [LONGEST] * len(PROMPTS), 3)
+    drafter = BatchDrafter(DRAFTS["llama"]["near"], 64)
+    drafter.start(batch)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (waits.append(1), tolist(self))[1])
+    for name in ("item", "__bool__", "__float__", "__int__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, name=name: pytest.fail(f"{name} waits for the device"))
+    batch_loop.speculate(LLAMA, drafter, batch, 3)
+    monkeypatch.undo()
+    assert len(waits) == len(batch.rounds)
+
+
+# ----------------------------------------------------------------------------------------------------------- the limits
+
+
+def test_no_query_looks_past_the_context_of_the_longest_row():
+    """GPT-2's table of 32 positions: 20 + 12 tokens beside a short row that wants many guesses at the end."""
+    target = tiny.gpt2(n_positions=32)
+    prompts, budgets = [tuple(range(5, 25)), (7,)], [12, 30]
+    for draft in (target, tiny.near(target, 0.03), tiny.always_wrong(target)):
+        expected = [tiny.greedy(target, prompt, n) for prompt, n in zip(prompts, budgets, strict=True)]
+        assert texts(speculated(target, draft, prompts, budgets, 6)) == expected
+
+
+def test_a_cut_head_says_only_what_it_kept():
+    draft = copy.deepcopy(LLAMA)
+    cut_head(draft, list(range(0, 64, 3)), 64, 64)
+    batch = speculated(LLAMA, draft, PROMPTS, [LONGEST] * len(PROMPTS), 3)
+    assert batch.done == [tiny.speculated(LLAMA, draft, prompt, LONGEST, 3) for prompt in PROMPTS]
+    assert all(guess % 3 == 0 for done in batch.done for guesses in done.proposals for guess in guesses)
+    assert sum(sum(done.accepted) for done in batch.done) > 0
+
+
+@pytest.mark.parametrize("size", [16, 40])
+def test_a_draft_with_a_smaller_table_falls_silent_row_by_row(size):
+    """As alone: from the first id that the draft cannot read on, that row gets no guesses, and the others still do."""
+    draft = tiny.llama(vocab_size=size, dtype=torch.float64)
+    prompts = [(7, 3), (5, 50), (3, 4, 9), (11,)]
+    batch = speculated(LLAMA, draft, prompts, [LONGEST] * 4, 3)
+    assert batch.done == [tiny.speculated(LLAMA, draft, prompt, LONGEST, 3) for prompt in prompts]
+    assert not any(batch.done[1].proposals) and any(any(done.proposals) for done in batch.done)
+
+
+@pytest.mark.parametrize("sick", ["target", "draft"])
+def test_logits_that_are_not_finite_are_refused(sick):
+    models = {"target": LLAMA, "draft": LLAMA}
+    models[sick] = copy.deepcopy(LLAMA)
+    models[sick].get_output_embeddings().weight.data[7] = torch.nan
+    with pytest.raises(DecodingError, match="not finite"):
+        speculated(models["target"], models["draft"], PROMPTS[:2], [4, 4], 2)
+    if sick == "target":
+        with pytest.raises(DecodingError, match="not finite"):
+            plainly(models["target"], PROMPTS[:2], [4, 4])
+
+
+# ------------------------------------------------------------------------------------------------------------ the cache
+
+
+def test_a_mask_is_a_matter_of_slots_alone():
+    mask = mask_of(torch.tensor([[2, 3], [0, 0]]), 4, torch.float32)
+    assert mask.shape == (2, 1, 2, 4)
+    assert (mask == 0).int().tolist() == [[[[1, 1, 1, 0], [1, 1, 1, 1]]], [[[1, 0, 0, 0], [1, 0, 0, 0]]]]
+    assert mask[mask != 0].unique().tolist() == [-torch.inf]
+
+
+def test_what_a_block_left_behind_changes_nothing():
+    ids = torch.tensor([[5, 9, 3, 17, 2, 11, 4, 8], [7, 1, 30, 6, 12, 40, 41, 42]])
+    cache = read_prompts(LLAMA, ids, [5, 3], 8)
+    slots = torch.tensor([[4, 5, 6], [2, 3, 4]])
+    clean = feed(LLAMA, ids, cache, slots, 7, 3)
+    feed(LLAMA, ids.flip(1), cache, slots, 7, 3)
+    assert torch.allclose(feed(LLAMA, ids, cache, slots, 7, 3), clean, atol=1e-12)
+    assert torch.allclose(LLAMA(ids[:1, :7]).logits[0, 4:], clean[0], atol=1e-9)
+    assert torch.allclose(LLAMA(ids[1:, :5]).logits[0, 2:], clean[1], atol=1e-9)
+
+
+def test_rows_that_leave_take_their_keys_with_them():
+    ids = torch.tensor([[5, 9, 3, 17], [7, 1, 30, 6], [8, 8, 8, 8]])
+    cache = read_prompts(LLAMA, ids, [4, 4, 4], 6)
+    whole = cache.row_bytes()
+    expected = feed(LLAMA, ids, cache, torch.full((3, 1), 3), 4, 1)[[2, 0]]
+    cache.select([2, 0])
+    assert cache.row_bytes() == whole
+    assert torch.allclose(feed(LLAMA, ids[[2, 0]], cache, torch.full((2, 1), 3), 4, 1), expected, atol=1e-12)
+
+
+def test_a_pass_past_the_room_is_an_error():
+    with pytest.raises(ValueError, match="slot 5 of 4"):
+        RowCache(1, 4).write_at(torch.tensor([[4]]), 5)
+
+
+# ----------------------------------------------------------------------------------------------------------- the checks
+
+
+def loaded(model) -> Loaded:
+    return Loaded(model, None, "tiny", "--target")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mixtral"])
+def test_full_attention_serves_a_batch(name):
+    check_rows(loaded(tiny.model(name)), 200)
+
+
+@pytest.mark.parametrize("name", ["mistral, window 8", "gemma3, window 8", "gpt-oss, window 8"])
+def test_a_sliding_window_is_refused_where_the_text_outgrows_it(name):
+    with pytest.raises(UserError, match="--target tiny: layers that look back 8 tokens .* lower --n-tokens"):
+        check_rows(loaded(tiny.model(name)), 9)
+
+
+def test_a_window_longer_than_the_text_is_no_trouble():
+    check_rows(loaded(tiny.build(T.MistralConfig(**{**tiny.BASE, "sliding_window": 64, "head_dim": 8}))), 64)
+
+
+def test_what_takes_no_mask_of_ours_is_refused():
+    bloom = tiny.build(T.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.4))
+    with pytest.raises(UserError, match="--target tiny: rows of different lengths do not give"):
+        check_rows(loaded(bloom), 20)
+
+
+def test_a_model_that_counts_positions_itself_is_refused(monkeypatch):
+    """The published failure in miniature: positions counted from the cache's end are wrong for every shorter row."""
+    model, whole = tiny.llama(), T.LlamaForCausalLM.forward
+    monkeypatch.setattr(
+        T.LlamaForCausalLM, "forward", lambda self, ids, position_ids=None, **more: whole(self, ids, **more)
+    )
+    with pytest.raises(UserError, match="rows of different lengths"):
+        check_rows(loaded(model), 20)
+
+
+# ---------------------------------------------------------------------------------------------------------- predictions
+
+
+class Laps:
+    def __init__(self, *laps):
+        self.laps = laps
+
+
+class Rounds:
+    def __init__(self, *rounds):
+        self.rounds = rounds
+
+
+COSTS = [
+    {
+        "batch": size,
+        "seconds": {"target 1": [one, one], "target 4": [block], "draft 1": [0.1 * one], "draft 2": [0.2 * one]},
+    }
+    for size, one, block in ((1, 1.0, 1.2), (3, 2.0, 4.0))
+]
+
+
+def test_passes_between_measured_batches_are_interpolated():
+    assert [pass_seconds(COSTS, "target", 1)(rows) for rows in (1, 2, 3)] == [1.0, 1.5, 2.0]
+
+
+def test_full_rounds_are_predicted_by_the_formula():
+    """E / (T(B, k+1) / T(B, 1) + k c(B)) with k = 3: three rounds of 3 rows for 9 passes; overheads add on both sides."""
+    plain, fast = (Rounds(*[(3, 0, 0)] * 9), 0, Laps()), (Rounds(*[(3, 3, 1)] * 3), 0, Laps())
+    assert predicted_speedup(COSTS, 3, plain, fast) == pytest.approx(3 / (4.0 / 2.0 + 3 * 0.1))
+    plain, fast = (
+        (plain[0], 0, Laps(("target", 99, 0), ("keep", 2.0, 9))),
+        (fast[0], 0, Laps(("keep", 1.0, 3), ("pick", 1.0, 0))),
+    )
+    assert predicted_speedup(COSTS, 3, plain, fast) == pytest.approx((18 + 2) / (3 * (4.0 + 0.6) + 2))
+
+
+def test_a_round_is_charged_for_its_rows_its_guesses_and_what_the_draft_lacked():
+    plain = Rounds((1, 0, 0)), 0, Laps()
+    assert predicted_speedup(COSTS, 3, plain, (Rounds((1, 0, 0)), 0, Laps())) == 1
+    assert predicted_speedup(COSTS, 3, plain, (Rounds((1, 3, 2)), 0, Laps())) == pytest.approx(
+        1 / (1.2 + 0.2 + 2 * 0.1)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- the script
+
+
+def strict(path) -> dict:
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the file"))
+
+
+def refused(argv, capfd) -> str:
+    try:
+        code = spec_batch.main([str(word) for word in argv])
+    except SystemExit as left:
+        code = left.code
+    said = capfd.readouterr()
+    lines = said.err.strip().splitlines()
+    assert code == 2 and lines[-1].startswith("error: ") and "Traceback" not in said.err + said.out, said
+    return lines[-1]
+
+
+def test_the_script_measures_every_batch_and_keeps_every_request(pair, results, capsys):
+    assert spec_batch.main([*pair, "--batches", "1,3,6", "-k", "2", "--repeats", "2"]) == 0
+    document = strict(results)
+    assert (document["experiment"], document["status"]) == ("spec_batch", "complete")
+    parts = {part: [row for row in document["rows"] if row["part"] == part] for part in ("alone", "costs", "batch")}
+    assert [len(parts[part]) for part in ("alone", "costs", "batch")] == [6, 3, 3]
+    assert [row["batch"] for row in parts["batch"]] == document["summary"]["batches"] == [1, 3, 6]
+    for row in parts["batch"]:
+        size = row["batch"]
+        assert [one["tokens"] for one in row["requests"]] == [one["tokens"] for one in parts["alone"][:size]]
+        assert row["exact"] and row["emitted"] == 8 * size == sum(one["emitted"] for one in row["requests"])
+        for name in ("proposed", "accepted", "target_passes", "draft_passes", "rejections"):
+            assert row[name] == sum(one[name] for one in row["requests"])
+        assert row["block_efficiency"] == row["emitted"] / row["target_passes"]
+        assert len(row["baseline_s"]) == len(row["speculative_s"]) == len(row["baseline_again_s"]) == 2
+        for arm in ("baseline", "speculative"):
+            total = row["emitted"] / statistics.median(row[f"{arm}_s"])
+            assert row[f"{arm}_tokens_per_s"] == pytest.approx(total)
+            assert row[f"{arm}_tokens_per_s_per_user"] == pytest.approx(total / size)
+            assert row[f"{arm}_ttft_s"] > 0
+        assert row["predicted"] > 0 and row["check_cost"] > 0 and row["c"] > 0
+    said = capsys.readouterr().out
+    assert "every row is token for token what its request gets alone" in said
+    assert "T(B, k+1) / T(B, 1)" in said and "in total: alone" in said
+
+
+def test_a_finished_sweep_is_not_measured_again(pair, results, monkeypatch):
+    assert spec_batch.main([*pair, "--batches", "1,2", "-k", "2"]) == 0
+    rows = strict(results)["rows"]
+    for name in ("compare", "batch_costs", "run_baseline"):
+        monkeypatch.setattr(spec_batch, name, lambda *a: pytest.fail("measured again"))
+    assert spec_batch.main([*pair, "--batches", "1,2", "-k", "2", "--resume"]) == 0
+    assert strict(results)["rows"] == rows
+
+
+def test_prompts_of_a_file_are_the_rows_in_order_and_end_tokens_end_them(target_folder, results, tmp_path, monkeypatch):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps(" ".join(f"w{i * j % 60}" for i in range(1, 4 + j))) for j in (1, 2, 3)))
+    ends = frozenset(tiny.greedy(tiny.llama(), [4 + i for i in range(1, 5)], 20)[3:4])
+    monkeypatch.setattr("spec_harness.options.end_ids", lambda model: ends)
+    options = [
+        "--device",
+        "cpu",
+        "--target",
+        target_folder,
+        "--draft",
+        target_folder,
+        "--results",
+        str(results),
+        "--n-tokens",
+        "20",
+    ]
+    argv = [*options, "--repeats", "1", "--warmup", "0", "--batches", "3", "--prompt-file", str(path), "--stop-at-eos"]
+    assert spec_batch.main(argv) == 0
+    row = next(row for row in strict(results)["rows"] if row["part"] == "batch")
+    assert [one["request"] for one in row["requests"]] == ["p.jsonl:1", "p.jsonl:2", "p.jsonl:3"]
+    assert len(row["requests"][0]["tokens"]) <= 4 and row["requests"][0]["tokens"][-1] in ends
+    assert row["alpha"] == 1.0 and row["rejections"] == 0, "a model that drafts for itself"
+
+
+def test_a_row_that_is_not_its_requests_text_fails_the_run(pair, results, monkeypatch, capsys):
+    monkeypatch.setattr(batch_loop, "agreed_prefix", lambda guesses, choices: len(guesses))
+    assert spec_batch.main([*pair, "--batches", "2", "-k", "3"]) == 1
+    said = capsys.readouterr().out
+    assert (
+        said.splitlines()[-1].startswith("FAILED: not the target's own text: at token ")
+        and "row 0 (code) of speculation" in said
+    )
+    failed = strict(results)["rows"][-1]
+    assert failed["exact"] is False and {"row", "index", "expected", "got"} <= failed["mismatch"].keys()
+
+
+def test_the_baseline_is_checked_too(pair, results, monkeypatch, capsys):
+    monkeypatch.setattr(
+        batch_loop, "top_tokens", lambda logits, *more: ((logits.argmax(-1) + 1) % 60, logits.max(-1).values)
+    )
+    assert spec_batch.main([*pair, "--batches", "2"]) == 1
+    assert "of the batched baseline" in capsys.readouterr().out
+
+
+def test_what_memory_does_not_hold_is_left_out_with_a_remark(pair, results, monkeypatch, capsys):
+    monkeypatch.setattr(spec_batch, "bytes_needed", lambda tasks: 10**9 * len(tasks))
+    monkeypatch.setattr(spec_batch, "free_bytes", lambda device: 2.5 * 10**9)
+    assert spec_batch.main([*pair, "--batches", "1,2,4", "-k", "2"]) == 0
+    assert "a batch of 4 is left out: about 4.0 GB beside the weights, 2.5 GB are free" in capsys.readouterr().err
+    assert strict(results)["summary"]["batches"] == [1, 2]
+    monkeypatch.setattr(spec_batch, "free_bytes", lambda device: 10)
+    assert spec_batch.main([*pair, "--batches", "1,2", "-k", "2"]) == 2
+    assert "--batches: not even a batch of 1 fits into memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["compare", "batch_costs"])
+def test_a_batch_that_runs_out_of_memory_is_recorded_and_the_others_stand(part, pair, results, monkeypatch, capsys):
+    work = getattr(spec_batch, part)
+
+    def scarce(first, *more):
+        size = len(first.tasks) if part == "compare" else more[0]
+        if size > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return work(first, *more)
+
+    monkeypatch.setattr(spec_batch, part, scarce)
+    assert spec_batch.main([*pair, "--batches", "1,2", "-k", "2"]) == 0
+    document, said = strict(results), capsys.readouterr()
+    assert document["status"] == "failed" and document["summary"]["batches"] == [1]
+    assert "out of memory" in said.out + said.err
+
+
+def test_room_for_a_batch_grows_with_its_rows():
+    needed = [spec_batch.bytes_needed([tiny.task(LLAMA, LLAMA, (5,) * 10, 20, 3)] * size) for size in (1, 2, 4)]
+    assert needed[2] == 2 * needed[1] == 4 * needed[0]
+    slot = 2 * 2 * 2 * 8 * 8  # keys and values, layers, heads, head size, bytes
+    assert needed[0] == 2 * (10 + 20 + 4) * 2 * slot + 4 * 64 * (4 + 8)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--batches", "0"], "'0' is not a whole number of 1 or more"),
+        (["--batches", "4096"], "a batch larger than the prompts (the workloads give "),
+        (["--draft-pass", "fused"], "--draft-pass fused: serves one row alone"),
+        (["--loop", "essay"], "--loop essay: a batch is decoded by the lean loop"),
+        (["-k", "0"], "-k/--k"),
+        (["--prompt-file", "/no/such/file.jsonl"], "--prompt-file file.jsonl"),
+        (["--target", "somewhere/else"], "--draft: missing"),
+        (["--device", "gpu"], "--device gpu: unknown"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_loading(argv, words, monkeypatch, capfd):
+    monkeypatch.setattr(spec_batch, "load_pair", lambda *a, **b: pytest.fail("models were loaded first"))
+    assert words in refused(argv, capfd)
+
+
+def test_a_batch_larger_than_the_prompts_is_refused(tmp_path, capfd):
+    path = tmp_path / "two.jsonl"
+    path.write_text('"w1"\n"w2"\n')
+    line = refused(["--batches", "1,3", "--prompt-file", path], capfd)
+    assert line.startswith("error: --batches 3: a batch larger than the prompts (--prompt-file two.jsonl has 2)")
+
+
+def test_a_window_too_short_is_refused_in_one_line(disk, results, capfd):
+    folder = tiny.save(tiny.model("mistral, window 8"), disk / "window")
+    options = ["--device", "cpu", "--target", folder, "--draft", folder, "--results", results]
+    assert "layers that look back 8 tokens cannot serve a batch" in refused([*options, "--batches", "1"], capfd)
+
+
+def test_the_workloads_give_many_prompts_and_no_two_alike():
+    prompts = list(spec_batch.workload_rows())
+    assert [name for name, _ in prompts[:6]] == [*spec_batch.WORKLOADS, "code, from word 2"]
+    assert len({text for _, text in prompts}) == len({name for name, _ in prompts}) == len(prompts) >= 64
+    assert all(len(text.split()) >= 4 for _, text in prompts)
+
+
+def measured(batch: int, low: float, middle: float, pairs: int = 3) -> dict:
+    return {"batch": batch, "error": None, "speedup": middle, "speedup_low": low, "aa_high": 1.02, "prediction_error": -0.1, "exact": True,
+            "baseline_s": [1.0] * pairs}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lows", "words"),
+    [
+        ([1.5, 1.2], "it pays at every batch measured"),
+        ([1.5, 0.9, 0.8], "it stops paying at a batch of 2: do not speculate there or above"),
+        ([0.9, 0.8], "do not speculate at any batch measured"),
+        ([0.9, 1.2, 0.8], "it pays at 2 alone; do not speculate at the other batches"),
+        (
+            [1.01, 0.8],
+            "do not speculate at any batch measured",
+        ),  # 1.01 is within what the same code gives against itself
+    ],
+)
+def test_the_verdict_names_the_batch_at_which_it_stops_paying(lows, words):
+    rows = [measured(batch, low, low) for batch, low in enumerate(lows, 1)]
+    assert words in spec_batch.verdict(rows, 3)
+    assert "too few pairs for a verdict (1)" in spec_batch.verdict([measured(1, 2.0, 2.0, pairs=1)], 1)
+
+
+def test_a_failed_batch_is_shown_with_its_error():
+    failed = {"batch": 4, "error": "out of memory", "speedup": None}
+    assert "out of memory" in spec_batch.tables([failed])
+    assert spec_batch.verdict([failed], 3) == "nothing could be measured; see the errors in the result file"
+
+
+def test_pooled_counts_are_sums():
+    batch = speculated(LLAMA, DRAFTS["llama"]["near"], PROMPTS[:3], [LONGEST] * 3, 3)
+
+    row = counts(tiny.task(LLAMA, LLAMA, k=3), pooled(batch.done))
+    assert row["emitted"] == 3 * LONGEST and row["accepted"] == sum(sum(done.accepted) for done in batch.done)
+    assert [len(done.tokens) for done in batch.done] == [LONGEST] * 3, "the rows' own counts are left alone"
+
+
+@pytest.mark.parametrize("more", [["--n-tokens", "1"], ["-k", "50", "--n-tokens", "14"]])
+def test_costs_are_measured_within_the_text_and_the_context(more, disk, results):
+    """A context of 44 positions: a block of 51 tokens fits nowhere, and no round has one."""
+    folder = tiny.save(tiny.gpt2(n_positions=44), disk / "forty-four")
+    options = [
+        "--device",
+        "cpu",
+        "--target",
+        folder,
+        "--draft",
+        folder,
+        "--results",
+        str(results),
+        "--repeats",
+        "1",
+        "--warmup",
+        "0",
+    ]
+    (results.parent / "p.jsonl").write_text(json.dumps("w1 w2 w3 " * 10) + '\n"w7"\n')
+    assert spec_batch.main([*options, "--batches", "2", "--prompt-file", str(results.parent / "p.jsonl"), *more]) == 0
+    assert strict(results)["summary"]["exact"]
+
+
+@pytest.mark.parametrize(
+    ("arm", "call"), [*(("run_plain", i) for i in (1, 2, 3, 4)), *(("run_speculative", i) for i in (1, 2, 3))]
+)
+def test_every_run_of_every_arm_is_checked(arm, call, monkeypatch):
+    """The first run, the watched one, and each timed one: a fault in the last row of any of them is found."""
+    requests = Requests(
+        [tiny.task(LLAMA, DRAFTS["llama"]["near"], prompt, 6, 3) for prompt in PROMPTS[:3]], ["a", "b", "c"]
+    )
+    costs = [{**cost, "check_cost": 2.0, "c": 0.1} for cost in COSTS]
+    run, calls = getattr(batches, arm), []
+
+    def faulty(*args):
+        (batch, prefill_s), seconds = run(*args)
+        calls.append(1)
+        if len(calls) == call:
+            batch.done[2].tokens[4] += 1
+        return (batch, prefill_s), seconds
+
+    monkeypatch.setattr(batches, arm, faulty)
+    with pytest.raises(Mismatch, match=r"at token 4 row 2 \(c\) of "):
+        alone = [own_text(LLAMA, prompt, 6) for prompt in PROMPTS[:3]]
+        batches.compare(requests, alone, costs, argparse.Namespace(repeats=1, warmup=0, allow_near_ties=False))
