@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import statistics
 
-from spec_common import FEWEST_PAIRS, command, dtype_name, make_parser, ratio_summary, set_up, whole_list
-from spec_harness.cells import cell
-from spec_harness.costs import costs_row
+from spec_cli import command, make_parser, whole_list
+from spec_common import interval_text, judge_speed
+from spec_decode import measure
+from spec_harness.arms import draft_model
+from spec_harness.cells import find_or_measure, pooled
+from spec_harness.costs import costs_at, measure_costs
 from spec_harness.essay import essay_sweep, essay_workload, is_essay_pair
-from spec_harness.options import add_task_options, check_prompts, fill_pair, make_task, workload_prompt
-from spec_harness.results import ResultFile, environment, settings
-from spec_harness.tables import fixed, markdown_table, percent, progress
-from spec_harness.theory import ceiling
-from spec_models.pairs import form, load_pair
-from workloads import DEFAULT_WORKLOAD, WORKLOADS
+from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
+from spec_harness.results import ResultFile
+from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
+from spec_harness.theory import best_k, ceiling, measured_v
+from workloads import WORKLOADS
 
 KS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 USUAL_K = 5  # the essay's, and the workloads' second k
@@ -35,150 +37,145 @@ def best_of(rows: list[dict], name: str = "speedup") -> dict | None:
     return max((row for row in rows if row.get(name) is not None), key=lambda row: row[name], default=None)
 
 
-def run(args, target, draft, file: ResultFile, device) -> tuple[list[dict], list[dict]]:
-    """Measure what the file lacks. Returns (rows of the k sweep, rows of the workload sweep). Raises Mismatch."""
-    task = make_task(args, target, draft, WORKLOADS[args.workload], max(args.ks), device)
-    costs = costs_row(file, target.model, draft.model, task.prompt.shape[1] + args.n_tokens // 2, args.ks, task.limit)
-    sweep = []
-    for k in progress(args.ks, "k sweep"):
-        task = make_task(args, target, draft, WORKLOADS[args.workload], k, device)
-        sweep.append(cell(file, task, args, {"part": "k", "workload": args.workload, "k": k}, costs))
-    print(
-        f"\nguessing further ahead: {args.workload}, {args.n_tokens} tokens\n\n{sweep_table(sweep, is_essay_pair(args))}",
-        flush=True,
-    )
+def run(args, target, draft, first: tuple[str, str], texts: list[tuple[str, str]], file: ResultFile):
+    """Measure what the file lacks. `first`: name and text of the k sweep; `texts`: those of the workload sweep. Returns
+    (rows of the k sweep, rows of the workload sweep, costs). Raises Mismatch."""
+    tasks = {name: make_task(args, target, draft, text) for name, text in [first, *texts]}
+    costs = measure_costs(file, list(tasks.values()), draft.model, args.ks)
+
+    def cell(part: str, name: str, k: int) -> dict:
+        task = tasks[name]
+        work = lambda: measure(task, draft_model(task, draft.model, k), args, costs_at(costs, task.context))  # noqa: E731
+        return find_or_measure(file, task, {"part": part, "workload": name, "k": k}, work)
+
+    sweep = [cell("k", first[0], k) for k in progress(args.ks, "k sweep")]
+    print(f"guessing further ahead: {first[0]}, {args.n_tokens} tokens\n\n{sweep_table(sweep, is_essay_pair(args), args.wide)}", flush=True)  # fmt: skip
     best = best_of(sweep)
     ks = list(dict.fromkeys([best["k"] if best else USUAL_K, USUAL_K]))
-    cells = [(name, k) for k in ks for name in args.workloads]
-    workloads = []
-    for name, k in progress(cells, "workloads"):
-        task = make_task(args, target, draft, WORKLOADS[name], k, device)
-        workloads.append(cell(file, task, args, {"part": "workload", "workload": name, "k": k}, costs))
-    print(
-        f"\nthe text alone: {args.n_tokens} tokens of each workload\n\n{workload_table(workloads, is_essay_pair(args))}",
-        flush=True,
-    )
-    return sweep, workloads
+    cells = [(name, k) for k in ks for name, _ in texts]
+    workloads = [cell("workload", name, k) for name, k in progress(cells, "workloads")]
+    print(f"\nthe text alone: {args.n_tokens} tokens of each\n\n{workload_table(workloads, is_essay_pair(args), args.wide)}", flush=True)  # fmt: skip
+    return sweep, workloads, costs
 
 
-def summarise(sweep: list[dict], workloads: list[dict]) -> dict:
-    """The pooled figures: noise (A/A), prediction error, best k measured and predicted, the ceiling."""
+def summarise(sweep: list[dict], workloads: list[dict], costs: list[dict]) -> dict:
+    """The pooled figures: noise (A/A), how far costs and speed are apart (signed, over all cells), the best k measured and
+    the one that alpha and costs alone would choose, the ceiling. The best k is quoted from turns that did not choose it:
+    those of the same text in the workload sweep, where it is there."""
     cells = [row for row in [*sweep, *workloads] if not row["error"]]
-    if not cells:
+    best = best_of(sweep)
+    if not cells or best is None:
         return {"verdict": "nothing could be measured"}
-    aa = ratio_summary(
-        *([value for row in cells for value in row[name]] for name in ("baseline_s", "baseline_again_s"))
-    )
-    errors = [row["prediction_error"] for row in sweep if not row["error"]]
-    best, foreseen = best_of(sweep), best_of(sweep, "predicted_costs")
+    errors = [row["prediction_error"] for row in cells]
+    again = [
+        row for row in workloads if (row["workload"], row["k"]) == (best["workload"], best["k"]) and not row["error"]
+    ]
+    quoted = again[0] if again else None
     alphas = [row["alpha"] for row in sweep if row.get("alpha") is not None]
     alpha = statistics.median(alphas) if alphas else None
+    here = costs_at(costs, best["prompt_tokens"] + best["n_tokens"] // 2)
+    foreseen = (
+        best_k(alpha, here["c"] or 0.0, measured_v(here), max(row["k"] for row in sweep))
+        if alpha is not None
+        else (None, None)
+    )
+    aa = pooled(cells)
     return {
-        "aa": aa, "prediction_error_median_abs": statistics.median(map(abs, errors)) if errors else None,
-        "prediction_error_max_abs": max(map(abs, errors), default=None), "best_k": best and best["k"], "best_speedup": best and best["speedup"],
-        "best_k_predicted": foreseen and foreseen["k"], "alpha_median": alpha, "ceiling_tokens_per_pass": None if alpha is None else ceiling(alpha),
-        "overhead_share_median": statistics.median(row["overhead_share"] for row in cells), "pays": bool(best and len(best["baseline_s"]) >= FEWEST_PAIRS and best["speedup_low"] > 1),
+        "aa": aa["aa"], "aa_low": aa["aa_low"], "aa_high": aa["aa_high"], "pairs": aa["pairs"],
+        "prediction_error_median": statistics.median(errors), "prediction_error_median_abs": statistics.median(map(abs, errors)),
+        "prediction_error_max_abs": max(map(abs, errors)), "best_k": best["k"], "best_speedup": quoted and quoted["speedup"],
+        "best_verdict": judge_speed(quoted) if quoted else "few", "best_words": quoted and speed_words(quoted),
+        "best_k_predicted": foreseen[0], "best_speedup_predicted": foreseen[1], "alpha_median": alpha,
+        "ceiling_tokens_per_pass": None if alpha is None else ceiling(alpha), "c": here["c"], "v2": measured_v(here)(2),
+        "overhead_share_median": statistics.median(row["overhead_share"] for row in cells),
     }  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
 
-SHARED_COLUMNS = [
-    ("baseline_tokens_per_s", "alone, tokens/s", fixed(1)), ("speculative_tokens_per_s", "with draft", fixed(1)), ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str),
-    ("predicted_costs", "predicted", fixed(2, "x")), ("predicted_leviathan", "closed form", fixed(2, "x")),
-    ("acceptance_rate", "acceptance", percent), ("alpha", "alpha", fixed(2)), ("block_efficiency", "tokens/pass", fixed(2)),
-    ("discarded", "discarded", str), ("target_passes", "target passes", str), ("draft_passes", "draft passes", str), ("aa", "A/A", fixed(2, "x")),
+COLUMNS = [
+    ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str), ("predicted_costs", "from costs", fixed(2, "x")),
+    ("block_efficiency", "tokens/pass", fixed(2)), ("alpha", "alpha", fixed(2)), ("acceptance_rate", "acceptance", percent),
 ]  # fmt: skip
-ESSAY_COLUMNS = [
-    ("essay_speedup", "the essay's speedup", fixed(2, "x")),
-    ("essay_acceptance", "its acceptance", percent),
-]
+WIDE = [
+    ("baseline_tokens_per_s", "alone, tokens/s", fixed(1)), ("speculative_tokens_per_s", "with draft", fixed(1)),
+    ("predicted_leviathan", "closed form", fixed(2, "x")), ("discarded", "discarded", str),
+    ("target_passes", "target passes", str), ("draft_passes", "draft passes", str), ("aa", "A/A", fixed(2, "x")),
+]  # fmt: skip
+ESSAY_COLUMNS = [("essay_speedup", "essay's", fixed(2, "x")), ("essay_acceptance", "essay's acceptance", percent)]
+
+
+def columns(first: list, essay: bool, wide: bool) -> list:
+    return [*first, *COLUMNS, *(WIDE if wide else []), *(ESSAY_COLUMNS if essay else [])]
 
 
 def shown(row: dict, published: dict) -> dict:
-    interval = None if row["error"] else f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
     return {
-        **row,
-        "interval": row["error"] or interval,
+        **shown_interval(row),
         "essay_speedup": published.get("speedup"),
         "essay_acceptance": published.get("acceptance"),
     }
 
 
-def sweep_table(rows: list[dict], essay: bool) -> str:
-    columns = [("k", "k", str), *SHARED_COLUMNS, *(ESSAY_COLUMNS if essay else [])]
-    return markdown_table([shown(row, essay_sweep(row["k"]) if essay else {}) for row in rows], columns)
+def sweep_table(rows: list[dict], essay: bool = False, wide: bool = False) -> str:
+    cells = [shown(row, essay_sweep(row["k"]) if essay else {}) for row in rows]
+    return markdown_table(cells, columns([("k", "k", str)], essay, wide))
 
 
-def workload_table(rows: list[dict], essay: bool) -> str:
-    columns = [("workload", "workload", str), ("k", "k", str), *SHARED_COLUMNS, *(ESSAY_COLUMNS if essay else [])]
-    return markdown_table(
-        [shown(row, essay_workload(row["workload"]) if essay and row["k"] == USUAL_K else {}) for row in rows], columns
-    )
+def workload_table(rows: list[dict], essay: bool = False, wide: bool = False) -> str:
+    cells = [shown(row, essay_workload(row["workload"]) if essay and row["k"] == USUAL_K else {}) for row in rows]
+    return markdown_table(cells, columns([("workload", "text", str), ("k", "k", str)], essay, wide))
 
 
-def verdict(summary: dict, costs: dict, args) -> str:
+def verdict(summary: dict, name: str) -> str:
     if summary.get("best_k") is None:
         return "nothing could be measured; see the errors in the result file"
-    aa = summary["aa"]
-    lines = [f"one draft pass costs c = {costs['c']:.2f} of a target pass; V(2) = {costs['v']['2']:.2f}."]
+    lines = [f"one draft pass costs c = {summary['c'] or 0:.2f} of a target pass; V(2) = {summary['v2']:.2f}."]
     if summary["ceiling_tokens_per_pass"]:
-        lines.append(
-            f"alpha is about {summary['alpha_median']:.2f}: no k can write more than {summary['ceiling_tokens_per_pass']:.1f} tokens a pass."
-        )
-    if summary["pays"]:
-        lines.append(
-            f"best k for {args.workload}: {summary['best_k']}, {summary['best_speedup']:.2f}x (predicted best: k = {summary['best_k_predicted']})."
-        )
-    elif args.repeats < FEWEST_PAIRS:
-        lines.append(
-            f"best k for {args.workload}: {summary['best_k']}, {summary['best_speedup']:.2f}x, from too few pairs for a verdict; "
-            f"take --repeats {FEWEST_PAIRS} or more."
-        )
+        lines.append(f"alpha is about {summary['alpha_median']:.2f}: no k can write more than {summary['ceiling_tokens_per_pass']:.1f} tokens a pass.")  # fmt: skip
+    best = f"best k for {name}: {summary['best_k']} (alpha and costs alone would choose {summary['best_k_predicted']})"
+    if summary["best_words"] is None:
+        lines.append(f"{best}; its speed is not quoted from the turns that chose it: leave that text in --workloads.")
+    elif summary["best_verdict"] in ("slower", "noise"):
+        lines.append(f"do not speculate on {name} with this pair: the {best} gives {summary['best_words']}.")
     else:
-        lines.append(
-            f"do not speculate on {args.workload} with this pair: the best of all k, {summary['best_k']}, gives {summary['best_speedup']:.2f}x."
-        )
+        lines.append(f"{best}: {summary['best_words']}, in turns that did not choose it.")
     lines.append(
-        f"predictions were off by {summary['prediction_error_median_abs']:.3f} in the median over k, {summary['prediction_error_max_abs']:.3f} at most."
+        f"speed and costs differ by {summary['prediction_error_median']:+.3f} in the median over all cells (without sign "
+        f"{summary['prediction_error_median_abs']:.3f}, at most {summary['prediction_error_max_abs']:.3f})."
     )
-    lines.append(f"the same code against itself: {aa['median']:.3f}x ({aa['low']:.3f} to {aa['high']:.3f}, {aa['n']} pairs); the loop's own time is "
+    aa = interval_text(summary["aa_low"], summary["aa_high"], 3)
+    lines.append(f"the same code against itself: {summary['aa']:.3f}x{f' ({aa})' if aa else ''}, {summary['pairs']} turns of all cells; the loop's own time is "
                  f"{100 * summary['overhead_share_median']:.1f} % of a round.")  # fmt: skip
     return "\n".join(lines)
+
+
+def texts_of(args) -> tuple[tuple[str, str], list[tuple[str, str]]]:
+    """(name, text) of the k sweep, and those of the workload sweep. Prompts of one's own serve both. Raises UserError."""
+    own = args.prompt is not None or args.prompt_file is not None
+    chosen = chosen_prompts(args)
+    return chosen[0], chosen if own else [(name, WORKLOADS[name]) for name in dict.fromkeys(args.workloads)]
 
 
 def parse_args(argv):
     parser = make_parser(__doc__, "spec_bench", resume=True)
     add_task_options(parser)
+    add_prompt_options(parser)
     parser.add_argument("--ks", type=whole_list(1, 1024), default=list(KS), help="the k sweep, e.g. 1,2,4,8")
-    parser.add_argument("--workload", default=DEFAULT_WORKLOAD, help="the text of the k sweep")
-    parser.add_argument(
-        "--workloads", nargs="+", default=list(WORKLOADS), metavar="NAME", help="the texts of the workload sweep"
-    )
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), metavar="NAME", help="the texts of the workload sweep")  # fmt: skip
     return parser.parse_args(argv)
 
 
 @command
 def main(argv=None) -> int:
     args = parse_args(argv)
-    device, dtype = set_up(args)
-    args.workloads = list(dict.fromkeys(args.workloads))
-    for name in [args.workload, *args.workloads]:
-        workload_prompt(name)
-    fill_pair(args)
-    target, (draft,) = load_pair(args, device, dtype, [args.draft])
-    prompts = [(name, WORKLOADS[name]) for name in dict.fromkeys([args.workload, *args.workloads])]
-    hashes = check_prompts(args, target, [draft], prompts, max(args.ks), device)
-    print(
-        f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}"
-    )
-    config = settings(args, target=target.about, draft=draft.about, prompt_ids_sha256=hashes)
-    with ResultFile(args.results, "spec_bench", config, environment(device, dtype, target.model), args.resume) as file:
-        sweep, workloads = run(args, target, draft, file, device)
-        file.finish(summarise(sweep, workloads))
-        summary, costs = file.document["summary"], file.find(part="costs")
-    print(f"\n{verdict(summary, costs, args)}\nresults in {args.results}")
-    return int(summary.get("best_k") is None)
+    first, texts = texts_of(args)
+    with open_run(args, "spec_bench", [first, *texts]) as (file, target, (draft,)):
+        sweep, workloads, costs = run(args, target, draft, first, texts, file)
+        summary = summarise(sweep, workloads, costs)
+        file.finish(summary)
+    print(f"\n{verdict(summary, first[0])}\nresults in {args.results}")
+    return int(any(row["error"] for row in [*sweep, *workloads]))
 
 
 if __name__ == "__main__":

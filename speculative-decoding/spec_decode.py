@@ -5,6 +5,7 @@ the target. Every run asserts it, and a mismatch fails the run (exit 1). The loo
 
     python spec_decode.py                    # the embedded pair, k=5, 64 tokens of open prose
     python spec_decode.py --show             # and the text, round by round
+    python spec_decode.py --tree 8           # the draft guesses a tree of 8 tokens instead of a chain
     python spec_decode.py --self-draft       # sanity: a model that drafts for itself is accepted 100 %
     python spec_decode.py --vs-transformers  # and `generate`, plain and assisted, as arms of the same run
 """
@@ -14,37 +15,187 @@ from __future__ import annotations
 import statistics
 import sys
 
-from spec_common import (
-    FEWEST_PAIRS,
-    ClaimFailed,
-    at_least,
-    command,
-    dtype_name,
-    make_parser,
-    ratio_summary,
-    say,
-    set_up,
-)
-from spec_harness.cells import cell
-from spec_harness.costs import costs_row
+import torch
+
+from spec_cli import at_least, command, make_parser
+from spec_common import ClaimFailed, UserError, dtype_name, interleave, interval_text, judge_speed, paired_ratio, say
+from spec_harness.arms import Method, Task, draft_model, run_baseline, run_speculative
+from spec_harness.cells import accounted, closed_form, find_or_measure, ratio, timing, where_time_went
+from spec_harness.costs import costs_at, measure_costs
 from spec_harness.essay import essay_decode, is_essay_pair
 from spec_harness.options import (
     add_policy_options,
     add_prompt_options,
     add_task_options,
     check_policy,
-    check_prompts,
     chosen_prompts,
-    fill_pair,
     make_task,
-    with_policy,
+    open_run,
+    policy_of,
 )
-from spec_harness.reference import overridden, reference_arms
-from spec_harness.results import ResultFile, environment, settings
-from spec_harness.tables import fixed, markdown_table, percent
-from spec_models.pairs import PAIRS, form, load_pair
+from spec_harness.reference import reference_arms
+from spec_harness.tables import fixed, markdown_table, percent, shown_rounds, speed_words
+from spec_harness.theory import measured_v
+from spec_loop import Decoded, forward, prefill
+from spec_methods.trees import TreeDrafter, check_tree
+from spec_models.checks import vocabulary_rows
+from spec_models.pairs import PAIRS
 
-ACCEPTED, CORRECTED, DISCARDED, PLAIN = "\033[32m", "\033[33m", "\033[2;9m", "\033[0m"
+HALF = (torch.float16, torch.bfloat16)
+NOISE_UNITS = 2  # of the best logit's last place: how far below the best a token may be that rounding alone put there
+BLOCK = 6  # rows of the pass that shows how much of a near-tie is the rows' own noise
+
+
+# ---------------------------------------------------------------------------------------------------------- exactness
+
+
+class Mismatch(ClaimFailed):
+    """A sample that is not the target's text. `report` says where, both ids, and how close the call was."""
+
+    def __init__(self, report: dict):
+        super().__init__(
+            f"not the target's own text: at token {report['index']} {report['arm']} wrote {report['got']}, the target "
+            f"alone {report['expected']}; {report}"
+        )
+        self.report = report
+
+
+@torch.inference_mode()
+def forced_row(task: Task, tokens: list[int], rows: int = 1) -> torch.Tensor:
+    """The target's float32 logits (vocabulary,) after the prompt and `tokens`, from a pass over the last `rows` tokens."""
+    ids = torch.cat([task.prompt, task.prompt.new_tensor([tokens], dtype=torch.long)], dim=1)
+    rows = min(rows, ids.shape[1])
+    state = prefill(task.target, ids[:, : ids.shape[1] - rows + 1], 0)
+    return forward(task.target, ids[:, -rows:], state.cache).logits[0, -1].float()
+
+
+def below_best(task: Task, row: torch.Tensor, tokens: list[int]) -> tuple[float, float]:
+    """How far the worst of `tokens` is below the best logit of the row, and how far rounding may put it there: in half
+    precision NOISE_UNITS units in the last place of the best logit, in any other nothing."""
+    best = float(row.max())
+    noise = NOISE_UNITS * torch.finfo(task.target.dtype).eps * abs(best) if task.target.dtype in HALF else 0.0
+    return best - float(row[tokens].min()), noise
+
+
+def check_exact(task: Task, arm: str, expected: list[int], got: list[int], allow_near_ties: bool) -> list[dict]:
+    """[] where `got` is `expected`, the target's own text. Raises Mismatch, or gives what it excused.
+
+    In float32 nothing is excused. In half precision a text may part from the other at a near-tie: from there on every
+    token of `got` is looked at by itself, after its own prefix, and has to be within rounding of the target's best;
+    each one that is not the best is a tie more. What is looked at is a pass over one token, as in plain decoding.
+    """
+    if got == expected:
+        return []
+    pairs = zip(expected, got, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(got)))
+    wanted, written = (tokens[first] if first < len(tokens) else None for tokens in (expected, got))
+    ties = []
+    for index in range(first, max(len(got), first + 1)):
+        row = forced_row(task, got[:index])
+        contenders = [wanted, written] if index == first else [got[index]]
+        report = {"arm": arm, "index": index, "dtype": dtype_name(task.target.dtype), "expected": wanted if index == first else int(row.argmax()),
+                  "got": contenders[-1], "below_best": None, "near_tie": False}  # fmt: skip
+        if None not in contenders:
+            report["below_best"], report["allowed"] = below_best(task, row, contenders)
+            report["near_tie"] = report["below_best"] <= report["allowed"] and task.target.dtype in HALF
+        if not report["near_tie"] or not allow_near_ties:
+            noise = (row - forced_row(task, got[:index], BLOCK)).abs().max()
+            raise Mismatch(report | {"row_noise": float(noise), "top2_gap": float(row.topk(2).values.diff().abs())})
+        ties += [report] if report["below_best"] > 0 or index == first else []
+    return ties
+
+
+def check_self_draft(task: Task, done: Decoded, name: str) -> int:
+    """Two identical models agree on every guess. In half precision a guess may be turned down where the call is within
+    rounding; each one is looked at. Returns how many were. Raises ClaimFailed."""
+    turned_down, text = 0, []
+    for one in done.rounds:
+        written = done.tokens[len(text) : len(text) + one.emitted]
+        if one.judged > len(one.path) and len(written) > len(one.path):
+            guess = one.guesses[len(one.path)]
+            far, noise = below_best(task, forced_row(task, text + written[: len(one.path)]), [guess])
+            if far > noise:
+                raise ClaimFailed(f"{name}: a model drafting for itself had a guess rejected: its cache is wrong")
+            turned_down += 1
+        text += written
+    return turned_down
+
+
+# ------------------------------------------------------------------------------------------------------------ the row
+
+
+def counts(done: Decoded, k: int) -> dict:
+    """The counters of a run, in the field's words; null where there was nothing to count."""
+    proposed, accepted, rounds = sum(map(len, done.proposals)), sum(done.accepted), len(done.rounds)
+    reached = [sum(kept >= i for kept in done.accepted) for i in range(1, k + 1)]
+    lost = [sum(len(one.path) == i - 1 and one.judged == i for one in done.rounds) for i in range(1, k + 1)]
+    return {
+        "emitted": len(done.tokens),
+        "target_passes": done.target_passes,
+        "draft_passes": done.draft_passes,
+        "draft_tokens_read": done.draft_tokens_read,
+        "proposed": proposed,
+        "accepted": accepted,
+        "discarded": proposed - accepted,
+        "acceptance_rate": ratio(accepted, proposed),
+        "rejections": sum(done.rejected),
+        "alpha": ratio(accepted, sum(one.judged for one in done.rounds)),
+        "block_efficiency": ratio(len(done.tokens), rounds),
+        "acceptance_per_position": [ratio(count, rounds) for count in reached],
+        "acceptance_per_position_given_the_last": [
+            ratio(right, right + wrong) for right, wrong in zip(reached, lost, strict=True)
+        ],
+        "accepted_lengths": done.accepted,
+        "emitted_lengths": done.emitted,
+        "proposed_lengths": [len(guesses) for guesses in done.proposals],
+    }
+
+
+def measure(task: Task, method: Method, args, costs: dict | None = None, more_arms: dict | None = None) -> dict:
+    """Measure one cell: baseline, baseline again and speculation in turns, every sample checked. Raises Mismatch.
+
+    `more_arms` are further ways to write the same tokens: name -> function that gives a Run. Counters and costs come
+    first, from a watched run, so that what they say is there before the speed is.
+    """
+    expected = run_baseline(task).done.tokens  # this and the next warm up the watched runs; `interleave` the timed ones
+    checked: dict[tuple, list] = {tuple(expected): []}
+    near_ties = []
+
+    def check(arm: str, done: Decoded) -> None:
+        key = tuple(done.tokens)
+        if key not in checked:
+            checked[key] = check_exact(task, arm, expected, done.tokens, args.allow_near_ties)
+        near_ties.extend({**tie, "arm": arm} for tie in checked[key])
+
+    check("speculative, first", run_speculative(task, method).done)
+    plain, fast = run_baseline(task, watched=True), run_speculative(task, method, watched=True)
+    check("baseline, watched", plain.done)
+    check("speculative, watched", fast.done)
+    row = {"k": method.k, "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1],
+           **counts(fast.done, method.k), **where_time_went(plain, fast)}  # fmt: skip
+    if costs:
+        row["cost_coefficient"], row["predicted_leviathan"] = costs["c"], closed_form(task, method, row["alpha"], costs)
+        row["predicted_costs"] = accounted(row, costs)
+    arms = {
+        "baseline": lambda: run_baseline(task),
+        "speculative": lambda: run_speculative(task, method),
+        "baseline_again": lambda: run_baseline(task),
+        **(more_arms or {}),
+    }
+    samples = interleave(arms, args.repeats, args.warmup)
+    for arm, runs in samples.items():
+        for run in runs:
+            check(arm, run.done)
+    row.update(timing(samples, len(expected)), exact=not near_ties, near_ties=near_ties, error=None)
+    row["tokens_checked"] = sum(len(run.done.tokens) for runs in samples.values() for run in runs)
+    if costs:
+        row["prediction_error"] = row["predicted_costs"] - row["speedup"]
+    return {
+        **row,
+        "tokens": fast.done.tokens,
+        "proposals": fast.done.proposals,
+        "paths": [one.path for one in fast.done.rounds],
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables
@@ -55,13 +206,7 @@ def what_it_does(row: dict, published: dict | None) -> str:
     rows = []
 
     def line(label: str, form, plain, fast) -> None:
-        rows.append(
-            {
-                "label": label,
-                "plain": None if plain is None else form(plain),
-                "fast": None if fast is None else form(fast),
-            }
-        )
+        rows.append({"label": label, "plain": None if plain is None else form(plain), "fast": None if fast is None else form(fast)})  # fmt: skip
 
     whole = fixed(0)
     line("tokens per second", fixed(2), row["baseline_tokens_per_s"], row["speculative_tokens_per_s"])
@@ -76,7 +221,7 @@ def what_it_does(row: dict, published: dict | None) -> str:
     line("ms per target pass, one token", fixed(1), row["target_pass_ms"], None)
     line("ms per target pass, checking", fixed(1), None, row["verify_pass_ms"])
     line("ms per draft pass", fixed(1), None, row["draft_pass_ms"])
-    line("c (draft pass / target pass)", fixed(2), None, row["cost_coefficient"])
+    line("c (draft pass / target pass)", fixed(2), None, row.get("cost_coefficient"))
     phases = ("draft_s", "verify_s", "overhead_s")
     total = sum(row[name] for name in phases)
     line("time: draft / verify / overhead", str, None, " / ".join(percent(row[name] / total) for name in phases))
@@ -91,89 +236,66 @@ def what_it_does(row: dict, published: dict | None) -> str:
 def against_transformers(row: dict) -> str | None:
     """Ours against `generate`, whole calls (prefill included): a ratio above 1 means that ours is faster."""
     rows = []
-    for arm, ours in (("generate", "baseline"), ("assisted", "speculative")):
-        if f"{arm}_end_to_end_s" in row:
-            ratio = ratio_summary(row[f"{arm}_end_to_end_s"], row[f"{ours}_end_to_end_s"])
+    for arm, ours, what in (
+        ("generate", "plain_baseline", "generate; our baseline, same form of pass"),
+        ("generate", "baseline", "generate; our baseline as measured"),
+        ("assisted", "plain_speculative", "assisted; our loop, same draft, same form of pass"),
+        ("assisted", "speculative", "assisted; our loop as measured"),
+    ):
+        if f"{arm}_end_to_end_s" in row and f"{ours}_end_to_end_s" in row:
+            found = paired_ratio(row[f"{arm}_end_to_end_s"], row[f"{ours}_end_to_end_s"])
             theirs, mine = (statistics.median(row[f"{name}_end_to_end_s"]) for name in (arm, ours))
-            rows.append(
-                {
-                    "arm": f"{arm}, our {ours}",
-                    "theirs": theirs,
-                    "mine": mine,
-                    "ratio": ratio["median"],
-                    "interval": ratio,
-                }
-            )
-    columns = [
-        ("arm", "arm", str),
-        ("theirs", "theirs, s", fixed(3)),
-        ("mine", "ours, s", fixed(3)),
-        ("ratio", "theirs / ours", fixed(2, "x")),
-        ("interval", "interval", lambda i: f"{i['low']:.2f} to {i['high']:.2f}"),
-    ]
+            rows.append({"arm": what, "theirs": theirs, "mine": mine, "ratio": found["median"],
+                         "interval": interval_text(found["low"], found["high"])})  # fmt: skip
+    columns = [("arm", "arms", str), ("theirs", "theirs, s", fixed(3)), ("mine", "ours, s", fixed(3)),
+               ("ratio", "theirs / ours", fixed(2, "x")), ("interval", "interval", str)]  # fmt: skip
     return markdown_table(rows, columns) if rows else None
 
 
 def verdict(row: dict) -> str:
-    """Whether it pays, said only as far as the interval and the A/A arm carry."""
-    aa = f"the same code against itself measured {row['aa']:.2f}x ({row['aa_low']:.2f} to {row['aa_high']:.2f})"
-    pairs = len(row["baseline_s"])
-    interval = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f}, {pairs} pairs)"
-    if row["draft_passes"] == 0:
-        words = f"the draft was not asked for a guess, so both arms did the same work: {interval}"
-    elif pairs < FEWEST_PAIRS:
-        words = (
-            f"{row['speedup']:.2f}x from too few pairs for a verdict ({pairs}); take --repeats {FEWEST_PAIRS} or more"
-        )
-    elif row["speedup_low"] > 1 and row["speedup"] > row["aa_high"]:
-        words = f"speculation writes this text {interval} as fast"
-    elif row["speedup_high"] < 1:
-        words = f"do not speculate here: {interval}, slower than the target alone"
+    """Whether the text is the same and whether it pays, said only as far as the interval and the A/A arm carry."""
+    aa = interval_text(row["aa_low"], row["aa_high"])
+    if row["draft_passes"] == 0 and row["proposed"] == 0:
+        words = "the draft was not asked for a guess, so both arms did the same work"
     else:
-        words = f"no difference beyond the noise: {interval}"
-    text = (
-        "token for token the target's own text"
-        if row["exact"]
-        else f"NOT the same text, a near-tie excused: {row['near_ties'][0]}"
-    )
-    return f"{text}; {words}; {aa}."
-
-
-def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
-    """The text round by round: guesses kept, the target's own token, and what was thrown away."""
-    marks = (ACCEPTED, CORRECTED, DISCARDED, PLAIN) if colour else ("", "", "", "")
-    lines, start, tokens = [], 0, row["tokens"]
-    rounds = zip(row["proposals"], row["accepted_lengths"], row["emitted_lengths"], strict=True)
-    for number, (guesses, kept, count) in enumerate(rounds, 1):
-        written, start = tokens[start : start + count], start + count
-        kept = min(kept, count)
-        parts = [
-            ("accepted", marks[0], written[:kept]),
-            ("target", marks[1], written[kept:]),
-            ("discarded", marks[2], guesses[kept:]),
-        ]
-        shown = [
-            f"{name} {mark}{tokenizer.decode(part)!r}{marks[3] if mark else ''}" for name, mark, part in parts if part
-        ]
-        lines.append(f"{number:>3}  " + "   ".join(shown))
-    return "\n".join(lines)
+        words = {"faster": "speculation pays here", "slower": "do not speculate here"}.get(judge_speed(row), "")
+        words = f"{words}: {speed_words(row)}" if words else speed_words(row)
+    ties = len(row["near_ties"])
+    text = "token for token the target's own text" if row["exact"] else f"NOT the same text: {ties} near-ties excused, the first {row['near_ties'][0]}"  # fmt: skip
+    return f"{text}; {words}; the same code against itself measured {row['aa']:.2f}x{f' ({aa})' if aa else ''}."
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile, device) -> list[dict]:
+def method_of(args, task: Task, draft, costs: dict) -> Method:
+    """The draft model's chain or tree, under the policy asked for."""
+    method = draft_model(task, draft, args.k)
+    if args.tree:
+        drafter = TreeDrafter(draft, vocabulary_rows(task.target), args.tree, costs["c"] or 0.0, measured_v(costs))
+        return Method(drafter, method.policy, method.rule)
+    return Method(method.drafter, policy_of(args, args.k, costs), method.rule)
+
+
+def run(args, target, draft, prompts: list[tuple[str, str]], file) -> list[dict]:
     """Measure every prompt not yet in the file. Returns their rows."""
     rows = []
-    for name, text in prompts:
-        task = make_task(args, target, draft, text, args.k, device)
-        say(f"{name}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ...")
-        context = task.prompt.shape[1] + task.n_tokens // 2
-        costs = (
-            costs_row(file, task.target, task.draft, context, [task.k], task.limit) if args.k_policy == "cost" else None
-        )
-        arms = reference_arms(task) if args.vs_transformers else {}
-        rows.append(cell(file, with_policy(args, task, costs), args, {"workload": name}, costs, arms))
+    tasks = {name: make_task(args, target, draft, text) for name, text in prompts}
+    say(
+        f"what passes cost, then {', '.join(tasks)}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ..."
+    )
+    costs = measure_costs(file, list(tasks.values()), draft.model, sorted({args.k, args.tree, 1}))
+    for name, task in tasks.items():
+        here = costs_at(costs, task.context)
+        method = method_of(args, task, draft.model, here)
+        arms = reference_arms(task, target, draft, args.k) if args.vs_transformers else {}
+        rows.append(find_or_measure(file, task, {"part": "decode", "workload": name}, lambda t=task, m=method, c=here, a=arms: measure(t, m, args, c, a)))  # fmt: skip
+        if args.self_draft and not rows[-1]["error"]:
+            close = check_self_draft(task, run_speculative(task, method).done, name)
+            if close:
+                say(
+                    f"{name}: {close} of the model's own guesses were rejected, each within rounding of its half precision"
+                )
     return rows
 
 
@@ -182,33 +304,13 @@ def print_row(row: dict, args, tokenizer) -> None:
     if row["error"]:
         print(f"\n{row['workload']}: not measured, {row['error']}")
         return
-    print(
-        f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, essay_decode(row) if is_essay_pair(args) else None)}\n"
-    )
+    published = essay_decode(row) if is_essay_pair(args) else None
+    print(f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, published)}\n")
     if table := against_transformers(row):
-        print(f"{table}\n")
+        print(f"whole calls, prefill included\n\n{table}\n")
     if args.show:
         print(shown_rounds(tokenizer, row, colour=sys.stdout.isatty()) + "\n")
     print(verdict(row))
-
-
-def check_self_draft(rows: list[dict]) -> None:
-    """Two identical models agree on every guess; in half precision, on all but ties. Raises ClaimFailed."""
-    for row in rows:
-        if row["error"] or row["alpha"] in (1.0, None):
-            continue
-        if not row["near_ties"]:
-            raise ClaimFailed(
-                f"{row['workload']}: a model drafting for itself had {row['rejections']} guesses rejected: its cache is wrong"
-            )
-        say(
-            f"{row['workload']}: {row['rejections']} of the model's own guesses were rejected, at near-ties of its half precision"
-        )
-
-
-def median_of(rows: list[dict], name: str) -> float | None:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return statistics.median(values) if values else None
 
 
 def parse_args(argv):
@@ -217,6 +319,7 @@ def parse_args(argv):
     add_prompt_options(parser)
     add_policy_options(parser)
     parser.add_argument("-k", "--k", type=at_least(0, 1024), default=5, help="guesses a round; 0 is plain decoding")
+    parser.add_argument("--tree", type=at_least(0, 64), default=0, metavar="NODES", help="guess a tree of up to NODES tokens, -k deep; 0: a chain")  # fmt: skip
     parser.add_argument(
         "--self-draft", action="store_true", help="the target drafts for itself: acceptance must be 100 %%"
     )
@@ -230,34 +333,23 @@ def parse_args(argv):
 @command
 def main(argv=None) -> int:
     args = parse_args(argv)
-    device, dtype = set_up(args)
     check_policy(args)
+    if args.tree and (args.loop != "lean" or args.k_policy != "fixed"):
+        raise UserError("--tree: has its own rule for how far to look; leave --loop and --k-policy out")
     prompts = chosen_prompts(args)
     if args.self_draft:
         args.target = PAIRS[args.pair][0] if args.target is None else args.target
         args.draft, args.draft_revision = args.target, args.revision
-    fill_pair(args)
-    target, (draft,) = load_pair(args, device, dtype, [args.draft])
-    hashes = check_prompts(args, target, [draft], prompts, args.k, device)
-    config = settings(
-        args,
-        target=target.about,
-        draft=draft.about,
-        prompt_ids_sha256=hashes,
-        generation_config_overridden=overridden(target.model),
-    )
-    print(
-        f"{target.name} + {form(draft)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}"
-    )
-    with ResultFile(args.results, "spec_decode", config, environment(device, dtype, target.model), args.resume) as file:
-        rows = run(args, target, draft, prompts, file, device)
+    with open_run(args, "spec_decode", prompts) as (file, target, (draft,)):
+        for one in (target, draft) if args.tree else ():
+            check_tree(one)
+        rows = run(args, target, draft, prompts, file)
         for row in rows:
             print_row(row, args, target.tokenizer)
-        if args.self_draft:
-            check_self_draft(rows)
-        file.finish({"speedup": median_of(rows, "speedup")})
+        good = [row["speedup"] for row in rows if not row["error"]]
+        file.finish({"speedup": statistics.median(good) if good else None})
     print(f"results in {args.results}")
-    return int(all(row["error"] for row in rows))
+    return int(any(row["error"] for row in rows))
 
 
 if __name__ == "__main__":

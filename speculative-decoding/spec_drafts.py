@@ -11,62 +11,106 @@ from __future__ import annotations
 
 import statistics
 
-from spec_common import UserError, at_least, command, dtype_name, make_parser, ratio_summary, set_up
-from spec_harness.cells import cell
-from spec_harness.costs import measured_costs
+from spec_cli import at_least, command, make_parser
+from spec_common import UserError, interleave, judge_speed
+from spec_decode import check_exact, counts
+from spec_harness.arms import draft_model, run_baseline, run_speculative
+from spec_harness.cells import accounted, find_or_measure, pooled, timing, where_time_went
+from spec_harness.costs import costs_at, measured_costs
 from spec_harness.essay import essay_draft
-from spec_harness.options import add_decoding_options, make_task, workload_prompt
-from spec_harness.results import ResultFile, environment, settings
-from spec_harness.tables import fixed, markdown_table, percent, progress
+from spec_harness.options import add_decoding_options, add_prompt_options, chosen_prompts, make_task, open_run
+from spec_harness.results import ResultFile
+from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
 from spec_models import linear as cpu_linear
 from spec_models.load import EMBEDDED
 from spec_models.pairs import EMBEDDED_DRAFTS, load_pair
-from workloads import DEFAULT_WORKLOAD, WORKLOADS
+from workloads import WORKLOADS
 
 
-def costs_row(file: ResultFile, target, draft, context: int, k: int, limit: int | None) -> dict:
-    """What the draft and the target cost on this machine, before any speedup is measured: one row a draft."""
-    if found := file.find(part="costs", draft=draft.name):
-        return found
+def costs_rows(file: ResultFile, draft, tasks: list, k: int) -> list[dict]:
+    """What the draft and the target cost at the shortest and the longest context, before any speedup is measured."""
     weights, _ = cpu_linear.pass_weights(draft.model)
-    row = {"part": "costs", "draft": draft.name, "parameters": draft.about["parameters"], "weights_per_pass": weights}
-    return file.add({**row, **measured_costs(target.model, draft.model, context, [k], limit)})
+    about = {"parameters": draft.about["parameters"], "weights_per_pass": weights}
+    contexts, rows = [task.context for task in tasks], []
+    for context in dict.fromkeys([min(contexts), max(contexts)]):
+        where = {"part": "costs", "draft": draft.name, "at": context}
+        found = file.find(**where)
+        rows.append(
+            found
+            or file.add(
+                {**where, **about, **measured_costs(tasks[0].target, draft.model, context, [k], tasks[0].limit)}
+            )
+        )
+    return rows
 
 
-def run(args, target, drafts, file: ResultFile, device) -> list[dict]:
-    """Measure what the file lacks, every draft on every workload. Returns one pooled row a draft. Raises Mismatch."""
-    names = list(WORKLOADS) if args.workload == "all" else [args.workload]
-    cells = [(draft, name) for draft in drafts for name in names]
+def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict[str, dict]:
+    """One row a draft for one text: every draft in the same turns, so that they can be ranked against one another. `tasks`
+    and `costs` by the draft's name. Raises Mismatch."""
+    first = next(iter(tasks.values()))
+    expected, plain = run_baseline(first).done.tokens, run_baseline(first, watched=True)
+    methods = {draft.name: draft_model(tasks[draft.name], draft.model, args.k) for draft in drafts}
+    arms = {"baseline": lambda: run_baseline(first), "baseline_again": lambda: run_baseline(first)}
+    rows = {}
+    for name, method in methods.items():
+        run_speculative(tasks[name], method)  # warms up the watched run
+        fast = run_speculative(tasks[name], method, watched=True)
+        ties = check_exact(first, f"{name}, watched", expected, fast.done.tokens, args.allow_near_ties)
+        rows[name] = {
+            "k": args.k,
+            "n_tokens": args.n_tokens,
+            **counts(fast.done, args.k),
+            **where_time_went(plain, fast),
+            "near_ties": ties,
+        }
+        rows[name]["predicted_costs"] = accounted(rows[name], costs[name])
+        arms[name] = lambda name=name, method=method: run_speculative(tasks[name], method)
+    samples = interleave(arms, args.repeats, args.warmup)
+    for arm, runs in samples.items():
+        for tokens in {tuple(run.done.tokens) for run in runs}:
+            ties = check_exact(first, arm, expected, list(tokens), args.allow_near_ties)
+            if arm in rows:
+                rows[arm]["near_ties"] += ties
+    for name, row in rows.items():
+        mine = {
+            "baseline": samples["baseline"],
+            "speculative": samples[name],
+            "baseline_again": samples["baseline_again"],
+        }
+        row |= {**timing(mine, len(expected)), "exact": not row["near_ties"], "error": None}
+        row["prediction_error"] = row["predicted_costs"] - row["speedup"]
+    return rows
+
+
+def run(args, target, drafts, prompts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
+    """Measure what the file lacks: a row holds one text and every draft. Returns one pooled row a draft. Raises Mismatch."""
+    tasks = {name: {draft.name: make_task(args, target, draft, text) for draft in drafts} for name, text in prompts}
+    costs = {
+        draft.name: costs_rows(file, draft, [mine[draft.name] for mine in tasks.values()], args.k) for draft in drafts
+    }
     measured: dict[str, list[dict]] = {draft.name: [] for draft in drafts}
-    costs = {}
-    for draft, name in progress(cells, "drafts"):
-        task = make_task(args, target, draft, WORKLOADS[name], args.k, device)
-        costs[draft.name] = costs_row(
-            file, target, draft, task.prompt.shape[1] + args.n_tokens // 2, args.k, task.limit
-        )
-        measured[draft.name].append(
-            cell(file, task, args, {"part": "draft", "draft": draft.name, "workload": name}, costs[draft.name])
-        )
-    return [pooled(draft, costs[draft.name], measured[draft.name]) for draft in drafts]
+    for name in progress(list(tasks), "texts"):
+        here = {draft.name: costs_at(costs[draft.name], tasks[name][draft.name].context) for draft in drafts}
+        work = lambda name=name, here=here: {"drafts": measure_drafts(tasks[name], drafts, args, here)}  # noqa: E731
+        row = find_or_measure(file, tasks[name][drafts[0].name], {"part": "draft", "workload": name}, work)
+        for draft in drafts:
+            measured[draft.name].append({"error": row["error"]} if row["error"] else row["drafts"][draft.name])
+    return [one_draft(draft, costs[draft.name], measured[draft.name]) for draft in drafts]
 
 
-def pooled(draft, costs: dict, rows: list[dict]) -> dict:
-    """One draft over all its cells: counts added up, the speedup from the paired times of all of them."""
+def one_draft(draft, costs: list[dict], rows: list[dict]) -> dict:
+    """One draft over all its texts: counts added up, the speedup as time over time, turn by turn."""
     good = [row for row in rows if not row["error"]]
-    row = {"draft": draft.name, "parameters": costs["parameters"], "c": costs["c"], "draft_pass_ms": 1000 * statistics.median(costs["seconds"]["draft"]),
-           "error": None if good else rows[0]["error"]}  # fmt: skip
+    row = {"draft": draft.name, "parameters": costs[0]["parameters"], "c": statistics.fmean(one["c"] for one in costs),
+           "draft_pass_ms": 1000 * statistics.median(costs[0]["seconds"]["draft"]), "error": None if good else rows[0]["error"]}  # fmt: skip
     if not good:
         return row
-    accepted, proposed = (sum(one[name] for one in good) for name in ("accepted", "proposed"))
-    rejected = sum(one["rejections"] for one in good)
-    ratios = ratio_summary(
-        *([value for one in good for value in one[name]] for name in ("baseline_s", "speculative_s"))
-    )
+    accepted, proposed, rejected = (sum(one[name] for one in good) for name in ("accepted", "proposed", "rejections"))
     alpha = accepted / (accepted + rejected) if accepted + rejected else None
     return {
-        **row, "proposed": proposed, "accepted": accepted, "discarded": proposed - accepted, "acceptance_rate": accepted / proposed if proposed else None,
-        "alpha": alpha, "speedup": ratios["median"], "speedup_low": ratios["low"], "speedup_high": ratios["high"],
-        "predicted_costs": statistics.median(one["predicted_costs"] for one in good), "alpha_exceeds_c": alpha is not None and alpha > costs["c"],
+        **row, **pooled(good), "proposed": proposed, "accepted": accepted, "discarded": proposed - accepted,
+        "acceptance_rate": accepted / proposed if proposed else None, "alpha": alpha, "alpha_exceeds_c": alpha is not None and alpha > row["c"],
+        "block_efficiency": sum(one["emitted"] for one in good) / sum(one["target_passes"] for one in good),
     }  # fmt: skip
 
 
@@ -76,11 +120,9 @@ def verdict(rows: list[dict]) -> str:
     if not good:
         return "nothing could be measured; see the errors in the result file"
     best = max(good, key=lambda row: row["speedup"])
-    sure = "" if best["speedup_low"] > 1 else ", but its interval reaches below 1: not beyond the noise"
-    lines = [
-        f"{best['draft']} is the fastest: {best['speedup']:.2f}x"
-        + (f"{sure}." if best["speedup"] > 1 else ", slower than no draft at all: do not speculate here.")
-    ]
+    lines = [f"{best['draft']} took the least time: {speed_words(best)}."]
+    if judge_speed(best) == "slower":
+        lines.append("do not speculate here: no draft is faster than the target alone.")
     most = max(good, key=lambda row: row["alpha"] or 0)
     if most is not best and (most["alpha"] or 0) > (best["alpha"] or 0):
         lines.append(
@@ -102,38 +144,40 @@ def verdict(rows: list[dict]) -> str:
 
 
 COLUMNS = [
-    ("draft", "draft", str), ("parameters", "parameters", lambda n: f"{n / 1e6:.1f} M"), ("draft_pass_ms", "ms per pass", fixed(2)), ("c", "c", fixed(2)),
-    ("acceptance_rate", "acceptance", percent), ("alpha", "alpha", fixed(2)), ("discarded", "discarded", str), ("speedup", "speedup", fixed(2, "x")),
-    ("interval", "interval", str), ("predicted_costs", "predicted", fixed(2, "x")), ("pays", "alpha > c", str),
+    ("draft", "draft", str), ("c", "c", fixed(2)), ("alpha", "alpha", fixed(2)), ("pays", "alpha > c", str), ("speedup", "speedup", fixed(2, "x")),
+    ("interval", "interval", str), ("predicted_costs", "from costs", fixed(2, "x")), ("block_efficiency", "tokens/pass", fixed(2)),
+]  # fmt: skip
+WIDE = [
+    ("parameters", "parameters", lambda n: f"{n / 1e6:.1f} M"), ("draft_pass_ms", "ms per pass", fixed(2)),
+    ("acceptance_rate", "acceptance", percent), ("discarded", "discarded", str), ("aa", "A/A", fixed(2, "x")),
 ]  # fmt: skip
 ESSAY_COLUMNS = [
-    ("essay_speedup", "the essay's speedup", fixed(2, "x")),
-    ("essay_c", "its c", fixed(2)),
-    ("essay_acceptance", "its acceptance", percent),
+    ("essay_speedup", "essay's", fixed(2, "x")),
+    ("essay_c", "essay's c", fixed(2)),
+    ("essay_acceptance", "essay's acceptance", percent),
 ]
 
 
-def table(rows: list[dict], essay: bool) -> str:
+def table(rows: list[dict], essay: bool = False, wide: bool = False) -> str:
     shown = []
     for row in rows:
         published = essay_draft(row["draft"]) if essay else {}
-        interval = row["error"] or f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
-        shown.append({**row, "interval": interval, "pays": {True: "yes", False: "no"}.get(row.get("alpha_exceeds_c")), "essay_speedup": published.get("speedup"),
+        shown.append({**shown_interval(row), "pays": {True: "yes", False: "no"}.get(row.get("alpha_exceeds_c")), "essay_speedup": published.get("speedup"),
                       "essay_c": published.get("cost_coefficient"), "essay_acceptance": published.get("acceptance")})  # fmt: skip
-    return markdown_table(shown, [*COLUMNS, *(ESSAY_COLUMNS if essay else [])])
+    return markdown_table(shown, [*COLUMNS, *(WIDE if wide else []), *(ESSAY_COLUMNS if essay else [])])
+
+
+def load_drafts(args, device, dtype):
+    """(target, the drafts to compare); a cut head is shown beside the whole one. Raises UserError."""
+    return load_pair(args, device, dtype, args.drafts, [0, args.draft_vocab] if args.draft_vocab else None)
 
 
 def parse_args(argv):
     parser = make_parser(__doc__, "spec_drafts", resume=True)
     parser.add_argument("--target", default=EMBEDDED, help="hub id, folder, .gguf file or 'smollm2'")
-    parser.add_argument(
-        "--drafts",
-        nargs="+",
-        metavar="DRAFT",
-        help=f"hub ids, folders, .gguf files or 'cut:0,1,23'; for the embedded target {' '.join(EMBEDDED_DRAFTS)}",
-    )
+    parser.add_argument("--drafts", nargs="+", metavar="DRAFT", help=f"hub ids, folders, .gguf files or 'cut:0,1,23'; for the embedded target {' '.join(EMBEDDED_DRAFTS)}")  # fmt: skip
     add_decoding_options(parser)
-    parser.add_argument("--workload", default=DEFAULT_WORKLOAD, help=f"one of {', '.join(WORKLOADS)}, or all")
+    add_prompt_options(parser, ("all", *WORKLOADS), "all")
     parser.add_argument("-k", "--k", type=at_least(1), default=5, help="guesses a round")
     return parser.parse_args(argv)
 
@@ -141,31 +185,22 @@ def parse_args(argv):
 @command
 def main(argv=None) -> int:
     args = parse_args(argv)
-    device, dtype = set_up(args)
-    if args.workload != "all":
-        workload_prompt(args.workload)
     if args.drafts is None:
         if args.target != EMBEDDED:
             raise UserError("--drafts: missing; name the drafts to compare on that target")
         args.drafts = list(EMBEDDED_DRAFTS)
     if len(set(args.drafts)) < len(args.drafts):
         raise UserError("--drafts: the same draft twice; name each once")
-    heads = [0, args.draft_vocab] if args.draft_vocab else None  # a cut head is shown beside the whole one
-    target, drafts = load_pair(args, device, dtype, args.drafts, heads)
-    for draft in drafts:
-        for name in WORKLOADS if args.workload == "all" else [args.workload]:
-            make_task(args, target, draft, WORKLOADS[name], args.k, device)
-    print(
-        f"{target.name}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, {args.workload}, k = {args.k}, {args.n_tokens} tokens\n"
-    )
-    config = settings(args, target=target.about, draft_models=[draft.about for draft in drafts])
-    with ResultFile(args.results, "spec_drafts", config, environment(device, dtype, target.model), args.resume) as file:
-        rows = run(args, target, drafts, file, device)
+    prompts = chosen_prompts(args)
+    with open_run(args, "spec_drafts", prompts, load_drafts) as (file, target, drafts):
+        rows = run(args, target, drafts, prompts, file)
         file.finish({"drafts": rows})
+    essay = any(essay_draft(draft.name) for draft in drafts)
+    texts = ", ".join(name for name, _ in prompts)
     print(
-        f"{table(rows, any(essay_draft(draft.name) for draft in drafts))}\n\n{verdict(rows)}\nresults in {args.results}"
+        f"{texts}; {args.n_tokens} tokens of each, k = {args.k}\n\n{table(rows, essay, args.wide)}\n\n{verdict(rows)}\nresults in {args.results}"
     )
-    return int(all(row["error"] for row in rows))
+    return int(any(row["error"] for row in rows))
 
 
 if __name__ == "__main__":

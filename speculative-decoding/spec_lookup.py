@@ -11,71 +11,63 @@ rounds than `generate(prompt_lookup_num_tokens=k)` of the same k and n-gram size
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 
-from grounded import GROUNDED
-from spec_common import (
-    FEWEST_PAIRS,
-    ClaimFailed,
-    UserError,
-    at_least,
-    command,
-    dtype_name,
-    make_parser,
-    ratio_summary,
-    say,
-    set_up,
-)
-from spec_harness.cells import Task, cell, model_drafter, ratio, run_speculative, watched
-from spec_harness.costs import costs_row
+from spec_cli import at_least, command, make_parser
+from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interval_text, judge_speed, say
+from spec_decode import measure
+from spec_harness.arms import Method, Task, draft_model, run_speculative
+from spec_harness.cells import find_or_measure, pooled, ratio
+from spec_harness.costs import costs_at, measure_costs
 from spec_harness.options import (
     add_policy_options,
     add_prompt_options,
     add_task_options,
     check_policy,
-    check_prompts,
     chosen_prompts,
-    fill_pair,
+    load_one_draft,
     make_task,
-    with_policy,
+    open_run,
+    policy_of,
 )
-from spec_harness.reference import overridden, prompt_lookup_rounds, run_prompt_lookup
-from spec_harness.results import ResultFile, environment, settings
-from spec_harness.tables import fixed, markdown_table, percent, progress
+from spec_harness.reference import prompt_lookup_rounds, run_prompt_lookup
+from spec_harness.results import ResultFile
+from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval
+from spec_loop import ModelDrafter
 from spec_methods.lookup import MATCHES, HybridDrafter, LookupDrafter
-from spec_models.pairs import PAIRS, form, load_pair
-from workloads import WORKLOADS
+from spec_models.checks import vocabulary_rows
+from spec_models.pairs import PAIRS, load_pair
+from workloads import GROUNDED, WORKLOADS
 
 TEXTS = {**GROUNDED, **WORKLOADS}
 LONGEST_NGRAM = 32  # every size has its index; a longer match is always one of this length as well
 METHODS = ("lookup", "hybrid", "draft")
-VERDICTS = {"pays": "pays on", "loses": "do not use it on", "noise": "no difference beyond the noise on"}
+VERDICTS = {
+    "faster": "pays on",
+    "slower": "do not use it on",
+    "noise": "no difference beyond the noise on",
+    "few": "too few pairs on",
+}
 
 
-def method_task(args, method: str, task: Task) -> Task:
-    """The task as a method does it. A model's guesses cost passes, so it gets a k of its own."""
-
-    def lookup(task, rule):
-        return LookupDrafter(args.ngram_max, args.ngram_min, args.match)
-
-    def hybrid(task, rule):
-        return HybridDrafter(lookup(task, rule), model_drafter(task, rule), args.draft_k)
-
-    if method == "draft":
-        return replace(task, k=args.draft_k)
-    return replace(task, drafter={"lookup": lookup, "hybrid": hybrid}[method])
+def method_of(args, name: str, task: Task, draft, costs: dict) -> Method:
+    """How a method does it. A model's guesses cost passes, so it gets a k of its own."""
+    if name == "draft":
+        method = draft_model(task, draft.model, args.draft_k)
+        return Method(method.drafter, policy_of(args, args.draft_k, costs))
+    drafter = LookupDrafter(args.ngram_max, args.ngram_min, args.match)
+    if name == "hybrid":
+        model = ModelDrafter(draft.model, vocabulary_rows(task.target), read_last=task.loop == "essay")
+        drafter = HybridDrafter(drafter, model, args.draft_k)
+    return Method(drafter, policy_of(args, args.k, costs))
 
 
-def look_ups(task: Task) -> dict:
+def look_ups(task: Task, method: Method) -> dict:
     """From a watched run of its own: the share of rounds in which something matched, and the seconds of one look-up."""
-    made = []
-    done, _, watch = watched(
-        run_speculative, replace(task, drafter=lambda *given: made.append(task.drafter(*given)) or made[-1])
-    )
-    drafter = getattr(made[-1], "lookup", made[-1])
+    run = run_speculative(task, method, watched=True)
+    drafter = getattr(method.drafter, "lookup", method.drafter)
     return {
-        "match_rate": ratio(drafter.matches, done.target_passes),
-        "look_up_s": statistics.median(watch.seconds("look-up")),
+        "match_rate": ratio(drafter.matches, run.done.target_passes),
+        "look_up_s": statistics.median(run.watch.seconds("look-up")),
     }
 
 
@@ -105,54 +97,37 @@ def check_rounds(args, row: dict) -> None:
         )
 
 
-def measured(file: ResultFile, task: Task, args, where: dict, costs: dict) -> dict:
-    """The row of one method on one text: the file's if it has it whole. Raises Mismatch, ClaimFailed."""
-    found = file.find(**where)
-    if found and "match_rate" in found:
-        if where["method"] == "lookup":
-            check_rounds(args, found)  # a row that failed its check is no better for having been written
-        return found
-    more, arms = {"match_rate": None, "look_up_s": None}, {}
-    if where["method"] == "lookup":
-        costs = {**costs, "c": 0.0}  # no model drafts: a round costs its check and the loop's own time
-        theirs = prompt_lookup_rounds(task, args.ngram_max)
-        arms = {"prompt_lookup": lambda: run_prompt_lookup(task, args.ngram_max)} if theirs else {}
+def measure_method(task: Task, target, draft, name: str, args, costs: dict) -> dict:
+    """The row of one method on one text, look-up with transformers' own beside it. Raises Mismatch."""
+    arms, more = {}, {"match_rate": None, "look_up_s": None}
+    if name == "lookup":
+        costs = {**costs, "c": 0.0, "c2": 0.0}  # no model drafts: a round costs its check and the loop's own time
+        plain = target.plain or target.model
+        theirs = prompt_lookup_rounds(plain, task, args.k, args.ngram_max)
+        arms = {"prompt_lookup": lambda: run_prompt_lookup(plain, task, args.k, args.ngram_max)} if theirs else {}
         more.update(transformers_emitted_lengths=theirs, transformers_rounds=theirs and len(theirs))
-    task = with_policy(args, task, costs)
-    row = cell(file, task, args, where, costs, arms)
-    if not row["error"]:
-        row.update(more | (look_ups(task) if where["method"] != "draft" else {}))
-        file.write()
-        if where["method"] == "lookup":
-            check_rounds(args, row)
-    return row
+    method = method_of(args, name, task, draft, costs)
+    more.update(look_ups(task, method) if name != "draft" else {})
+    return {**measure(task, method, args, costs, arms), **more}
 
 
-def run(args, target, draft, texts: list[tuple[str, str]], file: ResultFile, device) -> list[dict]:
+def run(args, target, draft, texts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
     """Measure what the file lacks. Returns one row a text and method. Raises Mismatch, ClaimFailed."""
-    tasks = {name: make_task(args, target, draft, text, args.k, device) for name, text in texts}
-    context = statistics.median_low(task.prompt.shape[1] for task in tasks.values()) + args.n_tokens // 2
+    tasks = {name: make_task(args, target, draft, text) for name, text in texts}
     say("what passes cost ...")
-    costs = costs_row(
-        file,
-        target.model,
-        draft and draft.model,
-        context,
-        [args.k, args.k // 2, args.draft_k],
-        next(iter(tasks.values())).limit,
+    costs = measure_costs(
+        file, list(tasks.values()), draft and draft.model, sorted({args.k, args.k // 2, args.draft_k})
     )
     rows = []
-    for name, method in progress([(name, method) for name in tasks for method in args.methods], "look-up"):
-        task = method_task(args, method, tasks[name])
-        rows.append(measured(file, task, args, {"part": "look-up", "text": name, "method": method, "k": task.k}, costs))
+    for text, name in progress([(text, name) for text in tasks for name in args.methods], "look-up"):
+        task, where = tasks[text], {"part": "look-up", "text": text, "method": name}
+        work = lambda task=task, name=name: measure_method(
+            task, target, draft, name, args, costs_at(costs, task.context)
+        )  # noqa: E731
+        rows.append(find_or_measure(file, task, where, work))
+        if name == "lookup" and not rows[-1]["error"]:
+            check_rounds(args, rows[-1])  # a row that failed its check is no better for having been written
     return rows
-
-
-def kind_of(row: dict) -> str:
-    """Whether it pays, as far as the interval and the A/A arm carry: a key of VERDICTS."""
-    if row["speedup_low"] > 1 and row["speedup"] > row["aa_high"]:
-        return "pays"
-    return "loses" if row["speedup_high"] < 1 else "noise"
 
 
 def summarise(rows: list[dict]) -> dict:
@@ -162,14 +137,17 @@ def summarise(rows: list[dict]) -> dict:
         return {"verdict": "nothing could be measured"}
     compared = [row for row in good if row.get("transformers_rounds") and not row["near_ties"]]
     cost = [row["look_up_s"] * 1000 / row["target_pass_ms"] for row in good if row["look_up_s"] is not None]
+    errors = [row["prediction_error"] for row in good]
+    aa = pooled(good)
     return {
-        "aa": ratio_summary(*([value for row in good for value in row[name]] for name in ("baseline_s", "baseline_again_s"))),
-        "where": {method: {kind: {row["text"]: row["speedup"] for row in good if row["method"] == method and kind_of(row) == kind}
+        "aa": aa["aa"], "aa_low": aa["aa_low"], "aa_high": aa["aa_high"], "pairs": aa["pairs"],
+        "where": {method: {kind: {row["text"]: row["speedup"] for row in good if row["method"] == method and judge_speed(row) == kind}
                            for kind in VERDICTS} for method in METHODS},
         "look_up_cost": statistics.median(cost) if cost else None,
         "rounds": sum(row["target_passes"] for row in compared) if compared else None,
         "transformers_rounds": sum(row["transformers_rounds"] for row in compared) if compared else None,
-        "near_ties": sum(len(row["near_ties"]) for row in good), "pairs": min(len(row["baseline_s"]) for row in good),
+        "near_ties": sum(len(row["near_ties"]) for row in good), "prediction_error_median": statistics.median(errors),
+        "prediction_error_median_abs": statistics.median(map(abs, errors)),
     }  # fmt: skip
 
 
@@ -214,26 +192,25 @@ def verdict(args, summary: dict) -> str:
         lines.append(f"one look-up costs {summary['look_up_cost']:.4f} of a target pass.")
     if summary["rounds"] is not None:
         lines.append(rounds_verdict(args, summary))
-    aa = summary["aa"]
+    aa = interval_text(summary["aa_low"], summary["aa_high"], 3)
     lines.append(
-        f"the same code against itself: {aa['median']:.3f}x ({aa['low']:.3f} to {aa['high']:.3f}, {aa['n']} pairs)."
+        f"the same code against itself: {summary['aa']:.3f}x{f' ({aa})' if aa else ''}, {summary['pairs']} turns."
     )
     return "\n".join(lines)
 
 
 COLUMNS = [
-    ("text", "text", str), ("method", "method", str), ("k", "k", str), ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str),
-    ("predicted_costs", "predicted", fixed(2, "x")), ("acceptance_rate", "acceptance", percent), ("alpha", "alpha", fixed(2)),
-    ("block_efficiency", "tokens/pass", fixed(2)), ("match_rate", "rounds with a match", percent), ("target_passes", "rounds", str),
+    ("text", "text", str), ("method", "method", str), ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str),
+    ("predicted_costs", "from costs", fixed(2, "x")), ("block_efficiency", "tokens/pass", fixed(2)), ("alpha", "alpha", fixed(2)),
+]  # fmt: skip
+WIDE = [
+    ("k", "k", str), ("acceptance_rate", "acceptance", percent), ("match_rate", "rounds with a match", percent), ("target_passes", "rounds", str),
     ("transformers_rounds", "transformers' rounds", str), ("aa", "A/A", fixed(2, "x")),
 ]  # fmt: skip
 
 
-def table(rows: list[dict]) -> str:
-    intervals = [row["error"] or f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}" for row in rows]
-    return markdown_table(
-        [{**row, "interval": interval} for row, interval in zip(rows, intervals, strict=True)], COLUMNS
-    )
+def table(rows: list[dict], wide: bool = False) -> str:
+    return markdown_table([shown_interval(row) for row in rows], COLUMNS + (WIDE if wide else []))
 
 
 # ------------------------------------------------------------------------------------------------------------- the user
@@ -279,22 +256,21 @@ def texts_of(args) -> list[tuple[str, str]]:
 
 
 def load_models(args, device, dtype):
-    """(target, draft or None where no method needs one). Raises UserError."""
+    """(target, the draft or none where no method needs one). Raises UserError."""
     if args.methods == ["lookup"]:
         args.target, args.draft = PAIRS[args.pair][0] if args.target is None else args.target, None
-        return load_pair(args, device, dtype, [])[0], None
+        return load_pair(args, device, dtype, [])
     try:
-        fill_pair(args)
+        return load_one_draft(args, device, dtype)
     except UserError as error:
+        if not str(error).startswith("--draft: missing"):
+            raise
         raise UserError(f"{error}; or take --methods lookup, which needs none") from error
-    target, (draft,) = load_pair(args, device, dtype, [args.draft])
-    return target, draft
 
 
 @command
 def main(argv=None) -> int:
     args = parse_args(argv)
-    device, dtype = set_up(args)
     args.methods = [method for method in METHODS if method in args.methods]
     check_policy(args)
     if args.k_policy == "confidence" and args.methods == ["lookup"]:
@@ -304,24 +280,14 @@ def main(argv=None) -> int:
     if args.ngram_min > args.ngram_max:
         raise UserError(f"--ngram-min {args.ngram_min}: more than --ngram-max {args.ngram_max}; lower it")
     texts = texts_of(args)
-    target, draft = load_models(args, device, dtype)
-    hashes = check_prompts(args, target, [draft], texts, args.k, device)
-    drafting = "no draft model" if draft is None else form(draft)
-    print(f"{target.name} + {drafting}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}, loop: {args.loop}, "
-          f"n-grams of {args.ngram_max} to {args.ngram_min}, {args.n_tokens} tokens\n", flush=True)  # fmt: skip
-    config = settings(
-        args,
-        target=target.about,
-        draft=draft and draft.about,
-        prompt_ids_sha256=hashes,
-        generation_config_overridden=overridden(target.model),
-    )
-    with ResultFile(args.results, "spec_lookup", config, environment(device, dtype, target.model), args.resume) as file:
-        rows = run(args, target, draft, texts, file, device)
+    with open_run(args, "spec_lookup", texts, load_models) as (file, target, drafts):
+        rows = run(args, target, drafts[0] if drafts else None, texts, file)
         summary = summarise(rows)
         file.finish(summary)
-    print(f"{table(rows)}\n\n{verdict(args, summary)}\nresults in {args.results}")
-    return int("verdict" in summary or more_rounds(args, summary))
+    print(
+        f"n-grams of {args.ngram_max} to {args.ngram_min}, {args.n_tokens} tokens\n\n{table(rows, args.wide)}\n\n{verdict(args, summary)}\nresults in {args.results}"
+    )
+    return int(any(row["error"] for row in rows) or more_rounds(args, summary))
 
 
 if __name__ == "__main__":

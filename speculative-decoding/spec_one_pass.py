@@ -13,8 +13,9 @@ import inspect
 
 import torch
 
-from spec_common import UserError, at_least, command, dtype_name, make_parser, set_up
-from spec_harness.results import ResultFile, environment, settings
+from spec_cli import at_least, command, make_parser
+from spec_common import UserError, dtype_name
+from spec_harness.options import open_run
 from spec_harness.tables import markdown_table
 from spec_models import linear as cpu_linear
 from spec_models.checks import check_room, prompt_ids
@@ -117,29 +118,37 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
-@command
-def main(argv=None) -> int:
-    args = parse_args(argv)
-    device, dtype = set_up(args)
+def load_model(args, device, dtype):
+    """The model, and no draft. Raises UserError."""
     if not args.text.strip():
         raise UserError("--text: empty; give some text")
     kind = linear_kind(args, device, dtype)
     loaded = load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)
-    ids = prompt_ids(loaded, args.text, False, device, "--text")
+    cpu_linear.pack([loaded.model], kind)
+    loaded.about["cpu_linear"] = kind
+    return loaded, []
+
+
+def text_ids(args, loaded) -> torch.Tensor:
+    """The text as ids (1, n); settles where the second pass ends. Raises UserError."""
+    ids = prompt_ids(loaded, args.text, False, loaded.model.device, "--text")
     check_room(loaded, ids.shape[1], 0, "--text")
     if args.truncate is None:
         args.truncate = max(1, min(ESSAY_CUT, ids.shape[1] - 1))
     elif args.truncate >= ids.shape[1]:
         raise UserError(f"--truncate {args.truncate}: the text has {ids.shape[1]} tokens; keep fewer")
-    cpu_linear.pack([loaded.model], kind)
-    print(f"{loaded.name}, {device}, {dtype_name(dtype)}, linear layers: {kind}\n")
-    with ResultFile(
-        args.results,
-        "spec_one_pass",
-        settings(args, model=loaded.about),
-        environment(device, dtype, loaded.model),
-        None,
-    ) as file:
+    return ids
+
+
+@command
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    with open_run(args, "spec_one_pass", load=load_model, ready=lambda loaded: text_ids(args, loaded)) as (
+        file,
+        loaded,
+        _,
+        ids,
+    ):
         rows, summary = run(loaded.model, loaded.tokenizer, ids, args.truncate)
         for row in rows:
             file.add(row)
@@ -153,13 +162,13 @@ def main(argv=None) -> int:
     print(f"largest numerical difference: {summary['largest_numerical_difference']:.4f}\n")
     print(f"each prefix run alone, {len(rows)} passes\n\n{markdown_table(rows, COLUMNS_ALONE)}\n")
     if not summary["nesting_holds"]:
+        where = summary["first_broken_position"]
         print(
-            f"the nesting does NOT hold, first at position {summary['first_broken_position']}: this model looks ahead, it cannot be checked in one pass"
+            f"the nesting does NOT hold, first at position {where}: this model looks ahead, it cannot be checked in one pass"
         )
         return 1
-    print(
-        f"the nesting holds: one pass gives all {len(rows)} answers (largest difference {summary['largest_difference_alone']:.4f}, rounding)"
-    )
+    rounding = summary["largest_difference_alone"]
+    print(f"the nesting holds: one pass gives all {len(rows)} answers (largest difference {rounding:.4f}, rounding)")
     print(f"results in {args.results}")
     return 0
 

@@ -13,7 +13,8 @@ import json
 import statistics
 from pathlib import Path
 
-from spec_common import HERE, Help, Parser, UserError, command, reachable, say
+from spec_cli import Help, Parser, command, reachable
+from spec_common import HERE, UserError, say
 
 THEMES = {
     "light": {

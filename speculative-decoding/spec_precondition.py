@@ -10,40 +10,29 @@ column, stays near 1.0x as tokens rise, speculation can pay here. If it climbs s
 
 from __future__ import annotations
 
+import json
 import statistics
+from pathlib import Path
 
-import torch
-
-from spec_common import (
-    UserError,
-    at_least,
-    command,
-    dtype_name,
-    fraction,
-    make_parser,
-    ratio_summary,
-    say,
-    set_up,
-    whole_list,
-)
+from spec_cli import at_least, command, fraction, make_parser, reachable, whole_list
+from spec_common import UserError, interval_text, paired_ratio, say
 from spec_harness.costs import (
     DRAFT_PASSES,
     costs_of,
     device_limits,
     floor_s,
-    implied,
+    limits_of_passes,
     linear_seconds,
     pass_seconds,
     random_ids,
 )
 from spec_harness.essay import FIGURES, essay_cost
-from spec_harness.options import add_draft_options
-from spec_harness.results import ResultFile, environment, settings
+from spec_harness.options import add_draft_options, open_run
 from spec_harness.tables import fixed, markdown_table
-from spec_harness.theory import best_k, ceiling, interpolated
-from spec_models.checks import Loaded, check_room
+from spec_harness.theory import alpha_of_acceptance, best_k, ceiling, interpolated
+from spec_models.checks import check_room
 from spec_models.load import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_random
-from spec_models.pairs import form, in_form, load_draft, pack
+from spec_models.pairs import in_form, load_draft, pack
 
 TOKENS = (1, 2, 4, 8, 12, 16)
 NEARLY_FREE = 1.25  # the essay calls 1.15x a ride-along and 1.71x "running out"; between them, nearer the first
@@ -59,7 +48,7 @@ def make_rows(seconds: dict, failed: dict, costs: dict, limit: dict, sizes: list
             row.update(v=interval["median"], v_low=interval["low"], v_high=interval["high"],
                        pass_ms=1000 * statistics.median(seconds[n]), seconds=seconds[n])  # fmt: skip
         if ("plain", n) in seconds:
-            share = ratio_summary(seconds[n], seconds["plain", n])
+            share = paired_ratio(seconds[n], seconds["plain", n])
             row.update(plain_ms=1000 * statistics.median(seconds["plain", n]), plain_seconds=seconds["plain", n],
                        of_plain=share["median"], of_plain_low=share["low"], of_plain_high=share["high"])  # fmt: skip
         rows.append(row)
@@ -76,17 +65,17 @@ def free_up_to(rows: list[dict]) -> int:
     return free
 
 
-def run(
-    target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int, plain=None
-) -> tuple[list[dict], dict]:
+def run(args, target, draft, others: dict) -> tuple[list[dict], dict]:
     """Rows of the cost curve, and the summary: c, the device's limits and what they imply."""
-    seconds, failed = pass_seconds(target, draft, ids, context, sizes, repeats, warmup, plain)
+    models = [one for one in (target, draft) if one is not None]
+    ids = random_ids(models, args.context + max(*args.tokens, 2 * DRAFT_PASSES))
+    seconds, failed = pass_seconds(target, draft, ids, args.context, args.tokens, args.repeats, args.warmup, others)
     costs, limits = costs_of(seconds), device_limits(target.device, target.dtype)
-    limit = implied(target, limits)
-    rows = make_rows(seconds, failed, costs, limit, sizes)
+    limit = limits_of_passes(target, limits)
+    rows = make_rows(seconds, failed, costs, limit, args.tokens)
     for row in rows:
         if not row["error"]:
-            row["linears_ms"] = 1000 * statistics.median(linear_seconds(target, row["tokens"], repeats))
+            row["linears_ms"] = 1000 * statistics.median(linear_seconds(target, row["tokens"], args.repeats))
     summary = {
         "c": costs["c"], "c_interval": costs["c_interval"], "draft_pass_ms": 1000 * statistics.median(seconds["draft"]) if draft else None,
         "draft_seconds": seconds.get("draft"), "nearly_free_up_to": free_up_to(rows), **limits, **limit,
@@ -95,10 +84,34 @@ def run(
     return rows, summary
 
 
-def advise(rows: list[dict], c: float, acceptance: float) -> dict:
+ESSAY_ALPHA = alpha_of_acceptance(FIGURES["decode_k5_prose"]["acceptance"], FIGURES["setup"]["k"])
+ESSAYS = "the essay's: 72 % accepted of 5 proposed; give yours by --alpha or --from results/spec_bench.json"
+
+
+def assumed_alpha(args) -> tuple[float, str]:
+    """The alpha of the verdict and where it comes from. Raises UserError for a file that says none."""
+    if args.alpha is not None:
+        return args.alpha, "given"
+    if args.measured is None:
+        return ESSAY_ALPHA, ESSAYS
+    try:
+        path = reachable(args.measured, "--from")
+        alpha = json.loads(path.read_text(encoding="utf-8"))["summary"]["alpha_median"]
+        return float(alpha), f"measured in {path.name}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--from {args.measured.name}: no result file of spec_bench.py with an alpha in it; run that first"
+        ) from error
+
+
+def advise(rows: list[dict], c: float, alpha: float, source: str) -> dict | None:
+    """The best k and its predicted speedup; None where the costs are too noisy to be advice (a V below 1 with all of its
+    interval: a pass over more tokens does not take less time)."""
     v = {row["tokens"]: row["v"] for row in rows if row.get("v") is not None}
-    k, speedup = best_k(acceptance, c, interpolated(v), max(v) - 1)
-    return {"best_k": k, "predicted_speedup": speedup, "assumed_acceptance": acceptance, "c_used": c}
+    if any(row.get("v_high") is not None and row["v_high"] < 1 for row in rows if row["tokens"] > 1):
+        return None
+    k, speedup = best_k(alpha, c, interpolated(v), max(v) - 1)
+    return {"best_k": k, "predicted_speedup": speedup, "assumed_alpha": alpha, "alpha_source": source, "c_used": c}
 
 
 def verdict(rows: list[dict], summary: dict, measured_c: bool) -> str:
@@ -112,14 +125,17 @@ def verdict(rows: list[dict], summary: dict, measured_c: bool) -> str:
         if free > 1
         else "checking is not nearly free for any block here.",
     ]
+    if advice is None:
+        lines.append(
+            "no advice: a pass over more tokens took less time than one over one, so the machine was too busy."
+        )
+        return "\n".join(lines)
     source = "measured" if measured_c else "the essay's; measure yours with --draft"
-    given = (
-        f"if c is {advice['c_used']:.2f} ({source}) and acceptance {100 * advice['assumed_acceptance']:.0f} % "
-        "(--acceptance; the essay's unless given, yours comes from spec_bench.py)"
-    )
+    alpha = f"alpha {advice['assumed_alpha']:.2f} ({advice['alpha_source']})"
+    given = f"if c is {advice['c_used']:.2f} ({source}) and {alpha}"
     if advice["best_k"]:
-        top = ceiling(advice["assumed_acceptance"])
-        bound = f" (no k writes more than {top:.1f} tokens a pass at that acceptance)" if top else ""
+        top = ceiling(advice["assumed_alpha"])
+        bound = f" (no k writes more than {top:.1f} tokens a pass at that alpha)" if top else ""
         lines.append(
             f"{given}, k = {advice['best_k']} would be best: {advice['predicted_speedup']:.2f}x predicted{bound}."
         )
@@ -145,29 +161,34 @@ def cost_table(rows: list[dict], essay: bool) -> str:
     ]
     shown = []
     for row in rows:
-        interval = row["error"] or f"{row['v_low']:.2f} to {row['v_high']:.2f}"
+        interval = row["error"] or interval_text(row["v_low"], row["v_high"])
         shown.append({**row, "interval": interval, "essay": essay_cost(row["tokens"])})
     return markdown_table(shown, columns)
 
 
-def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
+def load_models(args, device, dtype):
     """The model, and the draft if one is asked for; with --random-weights from their shapes alone. Raises UserError."""
-    kind = linear_kind(args, device, dtype)
+    kind, trust = linear_kind(args, device, dtype), args.trust_remote_code
     if args.random_weights:
-        both = [load_random(name, flag, device, dtype, args.revision, args.trust_remote_code)
-                for name, flag in ((args.model, "--model"), (args.draft, "--draft")) if name is not None]  # fmt: skip
+        named = [(name, flag) for name, flag in ((args.model, "--model"), (args.draft, "--draft")) if name is not None]
+        both = [load_random(name, flag, device, dtype, args.revision, trust) for name, flag in named]
     else:
-        both = [load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)]
-        both += (
-            [load_draft(both[0], args.draft, device, dtype, None, args.trust_remote_code)]
-            if args.draft is not None
-            else []
-        )
+        both = [load(args.model, "--model", device, dtype, args.revision, trust)]
+        both += [load_draft(both[0], args.draft, device, dtype, None, trust)] if args.draft is not None else []
     model, drafts = both[0], [in_form(args, both[0], one, args.draft_vocab) for one in both[1:]]
     pack(args, model, drafts, kind)
     for one in [model, *drafts]:
-        check_room(one, args.context, max(*args.tokens, DRAFT_PASSES), "--context or --tokens")
-    return model, drafts[0] if drafts else None
+        check_room(one, args.context, max(*args.tokens, 2 * DRAFT_PASSES), "--context or --tokens")
+    return model, drafts
+
+
+def other_forms(args, device, dtype) -> dict:
+    """The forms of the model that are timed beside it, by name. Raises UserError."""
+    if not args.vs_plain:
+        return {}
+    if device.type != "cpu" or args.random_weights:
+        raise UserError("--vs-plain: compares linear layers on a CPU with real weights; leave it out")
+    return {"plain": load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code).model}
 
 
 def parse_args(argv):
@@ -183,11 +204,14 @@ def parse_args(argv):
         "--tokens", type=whole_list(1, 4096), default=list(TOKENS), help="sizes of the block, e.g. 1,2,4,8"
     )
     parser.add_argument("--context", type=at_least(1), default=128, help="tokens in the cache before the block")
-    parser.add_argument(
-        "--acceptance",
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--alpha",
         type=fraction,
-        default=FIGURES["decode_k5_prose"]["acceptance"],
-        help="acceptance for the verdict; the essay's",
+        help=f"chance that a judged guess is accepted, for the verdict; left out: the essay's {ESSAY_ALPHA:.2f}",
+    )
+    group.add_argument(
+        "--from", dest="measured", type=Path, metavar="FILE", help="take alpha from a result file of spec_bench.py"
     )
     parser.add_argument(
         "--random-weights",
@@ -204,37 +228,24 @@ def parse_args(argv):
 @command
 def main(argv=None) -> int:
     args = parse_args(argv)
-    device, dtype = set_up(args)
     args.tokens = sorted({1, *args.tokens})  # every cost is told against one token
-    plain = None
-    if args.vs_plain:
-        if device.type != "cpu" or args.random_weights:
-            raise UserError("--vs-plain: compares linear layers on a CPU with real weights; leave it out")
-        plain = load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code).model
-    model, draft = load_models(args, device, dtype)
-    models = [one.model for one in (model, draft) if one]
-    print(
-        f"{model.name}{f' + {form(draft)}' if draft else ''}, {device}, {dtype_name(dtype)}, context {args.context}, linear layers: {model.about['cpu_linear']}\n"
-    )
-    config = settings(args, model=model.about, draft_model=draft and draft.about)
-    with ResultFile(args.results, "spec_precondition", config, environment(device, dtype, model.model), None) as file:
+    alpha, source = assumed_alpha(args)
+    forms = lambda model: other_forms(args, model.model.device, model.model.dtype)  # noqa: E731
+    with open_run(args, "spec_precondition", load=load_models, ready=forms) as (file, model, drafts, others):
         say(f"{args.repeats} turns of passes over {', '.join(map(str, args.tokens))} tokens ...")
-        ids = random_ids(models, args.context + max(*args.tokens, DRAFT_PASSES))
-        rows, summary = run(
-            model.model, draft and draft.model, ids, args.context, args.tokens, args.repeats, args.warmup, plain
-        )
-        summary["advice"] = advise(
-            rows, FIGURES["drafts"][0]["cost_coefficient"] if draft is None else summary["c"], args.acceptance
-        )
+        draft = drafts[0] if drafts else None
+        rows, summary = run(args, model.model, draft and draft.model, others)
+        c = FIGURES["drafts"][0]["cost_coefficient"] if draft is None else summary["c"]
+        summary["advice"] = advise(rows, c, alpha, source)
         for row in rows:
             file.add(row)
         file.finish(summary)
     essay = args.model == FIGURES["setup"]["target"] and not args.random_weights
-    print(cost_table(rows, essay))
+    print(f"context {args.context}\n\n{cost_table(rows, essay)}")
     if draft:
-        print(
-            f"\none draft pass {summary['draft_pass_ms']:.2f} ms, c = {summary['c']:.3f} ({summary['c_interval']['low']:.3f} to {summary['c_interval']['high']:.3f})"
-        )
+        interval = interval_text(summary["c_interval"]["low"], summary["c_interval"]["high"], 3)
+        ms = f"one draft pass {summary['draft_pass_ms']:.2f} ms"
+        print(f"\n{ms}, c = {summary['c']:.3f}{f' ({interval})' if interval else ''}")
     print(f"\n{verdict(rows, summary, draft is not None)}\nresults in {args.results}")
     return 0
 

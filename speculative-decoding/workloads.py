@@ -27,6 +27,58 @@ def multiply(a, b):
     "factual list": "The countries of Europe and their capitals:\n1. France - Paris\n2. Germany - Berlin\n3. Italy - Rome\n4. Spain -",
     "structured": '[\n  {"id": 1, "name": "kettle", "price": 24.5, "in_stock": true},\n  {"id": 2, "name": "toaster", "price": 31.0, "in_stock": false},\n  {"id": 3,',
 }
+
+
+# Prompts whose answer lies in the prompt: summarise a passage, edit a program, answer from a passage. Each holds its own
+# text whole and ends where the answer begins, so the model that goes on with it copies.
+PASSAGE = """The lighthouse at Harrow Point was built in 1871 from grey stone that was cut on the island itself. For its first sixty years \
+the lamp burned whale oil, and two keepers took turns through the night to trim the wick and wind the clockwork that turned the lens. In \
+1931 the lamp was changed to electric light, and one keeper was enough. The last keeper, Anna Lindqvist, lived in the tower with her two \
+dogs from 1952 until the light was made automatic in 1978. She wrote down the weather every morning at six o'clock, and her notebooks, \
+twenty-six of them, are kept in the library of the town of Marrow. Scientists who study the climate of the coast still use them, because \
+no other record of the wind on the island goes back so far."""
+
+PROGRAM = '''class Account:
+    """A bank account with a balance in cents."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance -= amount
+        return self.balance
+
+    def __repr__(self):
+        return f"Account({self.owner}, {self.balance})"
+'''
+
+# The model is small: it copies once its answer has begun with words of the text, so each answer is begun here.
+RENAMED = (
+    PROGRAM.split("        if amount")[0]
+    .replace("balance", "cents")
+    .replace("with a cents in cents", "with its cents")
+    .rstrip()
+)
+QUESTION = "Who was the last keeper, and what did she write down?"
+
+GROUNDED = {
+    "summary": f"Passage:\n{PASSAGE}\n\nSummary of the passage:\nThe lighthouse at Harrow Point was built in 1871",
+    "code edit": f"# account.py, version 1\n\n{PROGRAM}\n\n# account.py, version 2: `balance` is now called `cents`\n\n{RENAMED}",
+    "answer": f'Passage:\n{PASSAGE}\n\nQuestion: {QUESTION}\nAnswer, quoted from the passage: "The last keeper,',
+}
+
+
 DEFAULT_WORKLOAD = "open prose"
 JSONL_KEYS = ("prompt", "text", "turns")
 

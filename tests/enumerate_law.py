@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import torch
 
+from spec_loop import forward_options, new_cache, rollback
 from spec_methods.sampled import Chance
-from spec_pass import forward_options, new_cache, rollback
 
 
 class Branches(Chance):

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 import tiny
 from spec_harness.cells import counts
-from spec_loop import LOOPS, cut_block
-from spec_pass import DecodingError, forward, new_cache, rollback
-from spec_rules import agreed_prefix
+from spec_loop import LOOPS, DecodingError, agreed_prefix, cut_block, forward, new_cache, rollback
 
 TARGET = tiny.llama()
 DRAFTS = {"itself": TARGET, "near": tiny.near(TARGET), "wrong": tiny.always_wrong(TARGET)}

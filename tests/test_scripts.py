@@ -245,10 +245,10 @@ def test_a_self_draft_that_is_not_always_accepted_fails_the_run(pair, monkeypatc
     monkeypatch.setattr(
         "spec_drafters.ModelDrafter.start", lambda self, ids, length: start(self, ids.roll(1, 1), length)
     )
-    from spec_drafters import ModelDrafter
+    from spec_loop import ModelDrafter
 
     def start(self, ids, length, real=ModelDrafter.__dict__["start"]):
-        from spec_pass import forward, new_cache
+        from spec_loop import forward, new_cache
 
         self.cache, self.blind = new_cache(self.model), False
         forward(self.model, ids[:, : length - 1], self.cache, 1)

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_training.prompts import HELD_OUT, KINDS, SHORTEST, training_prompts
-from spec_common import Help, Parser, UserError, at_least, command
+from spec_cli import Help, Parser, at_least, command
+from spec_common import UserError
 from workloads import WORKLOADS
 
 RUN = 12  # ids in a row that a training row may not share with a reported prompt: about eight words
@@ -257,7 +258,9 @@ class Shards:
 def check_folder(name):
     """Raises UserError where no model is in that folder."""
     if not (pathlib.Path(name) / "config.json").exists():
-        raise UserError(f"--target {name}: no folder of a model; python -m spec_models.embedded prints the embedded target's")
+        raise UserError(
+            f"--target {name}: no folder of a model; python -m spec_models.embedded prints the embedded target's"
+        )
 
 
 def parse_args(argv):

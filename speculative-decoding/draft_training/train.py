@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_training.data import Shards, check_folder, reported_runs
 from draft_training.prompts import KINDS, held_out_prompts
-from spec_common import Help, Parser, UserError, at_least, command, first_line
+from spec_cli import Help, Parser, at_least, command
+from spec_common import UserError, first_line
 from spec_models.files import build_draft, read_draft, same_target, save_draft
 from spec_models.pairs import cut_layers
 

@@ -1,100 +1,114 @@
-"""One batch measured: baseline, baseline again and speculation in turns, every row checked against its request alone."""
+"""Batches measured: the same requests as batches of B, plainly, plainly again and speculatively, every row checked.
+
+All sizes decode the same requests (16 of them as one batch of 16, as two of 8, ...), so that a size is compared with
+another by its size alone. What passes over B rows cost is measured first, and the speedup is predicted from it.
+"""
 
 from __future__ import annotations
 
 import functools
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
 import torch
 
-from spec_common import interleave, timed
-from spec_harness.batch_costs import predicted_speedup, widest
-from spec_harness.cells import Mismatch, Task, check_exact, counts, speed, watched, where_time_went
+from spec_common import Timed, Watch, interleave, paired_ratio, timed, unwatched
+from spec_harness.arms import Task
+from spec_harness.costs import COST_REPEATS, COST_WARMUP, random_ids
+from spec_harness.reference import generated_rows
+from spec_harness.theory import interpolated
 from spec_loop import Decoded
-from spec_methods import batch as batch_loop
-from spec_methods.batch import Batch, BatchDrafter
-
-PER_REQUEST = (
-    "emitted",
-    "target_passes",
-    "draft_passes",
-    "proposed",
-    "accepted",
-    "rejections",
-    "acceptance_rate",
-    "alpha",
-    "block_efficiency",
-)
+from spec_methods.batch import Batch, ModelRows, baseline_rows, prefill_rows, speculate_rows
+from spec_methods.rows import feed, read_prompts
+from spec_models.checks import vocabulary_rows
 
 
 @dataclass
 class Requests:
-    """A batch to be decoded: the task of each of its rows, all of the same models, k and end tokens."""
+    """What is to be written, by name; the draft model, the policy of every row, and how many rows a batch has."""
 
-    tasks: list[Task]
-    names: list[str]
+    tasks: dict[str, Task]
+    draft: torch.nn.Module
+    policy: object
+    size: int
 
     @property
-    def first(self) -> Task:
-        return self.tasks[0]
+    def target(self) -> torch.nn.Module:
+        return next(iter(self.tasks.values())).target
 
     @property
     def device(self) -> torch.device:
-        return self.first.device
+        return next(iter(self.tasks.values())).device
 
-    def begin(self, size: int) -> Requests:
-        """The first `size` of them."""
-        return Requests(self.tasks[:size], self.names[:size])
+    @property
+    def ends(self) -> frozenset[int]:
+        return next(iter(self.tasks.values())).ends
 
-    def prefill(self) -> Batch:
-        budgets = [task.n_tokens for task in self.tasks]
-        return batch_loop.prefill(self.first.target, [task.prompt for task in self.tasks], budgets, self.first.k)
-
-
-def run_plain(requests: Requests, watch=None) -> tuple[tuple[Batch, float], float]:
-    """The whole batch, plainly. Returns ((what was written, prefill seconds), decode seconds)."""
-    batch, prefill_s = timed(requests.prefill, requests.device)
-    watching = {"watch": watch()} if watch else {}
-    done, decode_s = timed(
-        lambda: batch_loop.baseline(requests.first.target, batch, requests.first.ends, **watching), requests.device
-    )
-    return (done, prefill_s), decode_s
+    def groups(self) -> list[list[Task]]:
+        """The batches, one after the other."""
+        tasks = list(self.tasks.values())
+        return [tasks[first : first + self.size] for first in range(0, len(tasks), self.size)]
 
 
-def run_speculative(requests: Requests, watch=None) -> tuple[tuple[Batch, float], float]:
-    """The whole batch, speculatively; prefill of both models in the prefill seconds. Returns as `run_plain`."""
-    task = requests.first
-    drafter = BatchDrafter(task.draft, task.target.get_input_embeddings().weight.shape[0])
+@dataclass
+class BatchRun:
+    """What each request got, in order; the rounds of all batches; prefill and decode seconds of all of them together, the
+    first one's prefill, and the clock of a watched run."""
 
-    def start():
-        batch = requests.prefill()
+    done: list[Decoded]
+    rounds: list[tuple[int, int, int]]
+    prefill_s: float
+    seconds: float
+    first_prefill_s: float = 0.0
+    watch: Watch | None = None
+
+    @property
+    def whole_s(self) -> float:
+        return self.prefill_s + self.seconds
+
+
+def run_batches(requests: Requests, speculative: bool, watched: bool = False) -> BatchRun:
+    """Every batch in turn: prefill (both models' where a draft guesses) apart from the decoding."""
+    watch = Watch(requests.device) if watched else None
+    run = BatchRun([], [], 0.0, 0.0, watch=watch)
+    for group in requests.groups():
+        drafter = ModelRows(requests.draft, vocabulary_rows(requests.target)) if speculative else None
+        batch, prefill_s = timed(functools.partial(start_batch, requests, group, drafter), requests.device)
+        batch.watch = watch or unwatched
+        if watch:
+            watch.begin()
+        if drafter:
+            decode = functools.partial(speculate_rows, requests.target, drafter, batch, requests.policy, requests.ends)
+        else:
+            decode = functools.partial(baseline_rows, requests.target, batch, requests.ends)
+        seconds = timed(decode, requests.device).seconds
+        run.first_prefill_s = run.first_prefill_s or prefill_s
+        run.done, run.rounds = run.done + batch.done, run.rounds + batch.rounds
+        run.prefill_s, run.seconds = run.prefill_s + prefill_s, run.seconds + seconds
+    return run
+
+
+def start_batch(requests: Requests, group: list[Task], drafter) -> Batch:
+    budgets = [task.n_tokens for task in group]
+    batch = prefill_rows(requests.target, [task.prompt for task in group], budgets, requests.policy.most)
+    if drafter:
         drafter.start(batch)
-        return batch
-
-    batch, prefill_s = timed(start, requests.device)
-    watching = {"watch": watch()} if watch else {}
-    done, decode_s = timed(
-        lambda: batch_loop.speculate(task.target, drafter, batch, task.k, task.ends, **watching), requests.device
-    )
-    return (done, prefill_s), decode_s
+    return batch
 
 
-def check_batch(
-    requests: Requests, arm: str, done: list[Decoded], alone: list[list[int]], allow_near_ties: bool
-) -> list[dict]:
-    """The excused near-ties, by row. Raises Mismatch, naming the row, for a text that its request alone does not get."""
-    found = []
-    for row, (task, name, expected, got) in enumerate(zip(requests.tasks, requests.names, alone, done, strict=True)):
-        try:
-            tie = check_exact(task, f"row {row} ({name}) of {arm}", expected, got.tokens, allow_near_ties)
-        except Mismatch as error:
-            raise Mismatch({"row": row, **error.report}) from None
-        found += [{"row": row, **tie}] if tie else []
-    return found
+def run_generated(target, requests: Requests) -> BatchRun:
+    """transformers' `generate` on the same batches, prompts padded on the left; its prefill is in its seconds."""
+    run = BatchRun([], [], 0.0, 0.0)
+    for group in requests.groups():
+        found = generated_rows(target, group)
+        run.done, run.seconds = run.done + found.done, run.seconds + found.seconds
+    return run
 
 
-def pooled(done: list[Decoded]) -> Decoded:
-    """All rows' runs as one, for the counters."""
+def all_rows(done: list[Decoded]) -> Decoded:
+    """All requests' runs as one, for the counters."""
     whole = Decoded()
     for one in done:
         for name, value in vars(one).items():
@@ -102,58 +116,93 @@ def pooled(done: list[Decoded]) -> Decoded:
     return whole
 
 
-def untimed(requests: Requests, plain: tuple, fast: tuple, costs: list[dict]) -> dict:
-    """The part of a row that no free run is needed for: counts, where time went, the prediction. From the watched runs."""
-    task, done = requests.first, fast[0].done
-    mine = next(cost for cost in costs if cost["batch"] == len(requests.tasks))
-    phases = {
-        name: value for name, value in where_time_went(plain, fast).items() if "itl" not in name and "tpot" not in name
-    }
-    return {
-        "k": task.k,
-        "n_tokens": task.n_tokens,
-        "prompt_tokens": [one.prompt.shape[1] for one in requests.tasks],
-        **counts(task, pooled(done)),
-        **phases,
-        "batch_rounds": len(fast[0].rounds),
-        "check_cost": mine["check_cost"],
-        "c": mine["c"],
-        "predicted": predicted_speedup(costs, widest(task), plain, fast),
-        "requests": [
-            {"request": name, "tokens": one.tokens, **{key: counts(task, one)[key] for key in PER_REQUEST}}
-            for name, one in zip(requests.names, done, strict=True)
-        ],
-    }
+def phases(plain: BatchRun, fast: BatchRun) -> dict:
+    """From the watched runs: milliseconds a pass, the loop's own share, time to the first batch's first tokens, and how
+    full the passes were (rows leave as they finish: the last ones run alone)."""
+    row = {"draft_pass_ms": None}
+    for name, run, phase in (("target", plain, "target"), ("verify", fast, "verify"), ("draft", fast, "draft")):
+        if seconds := run.watch.seconds(phase):
+            row[f"{name}_pass_ms"] = 1000 * statistics.median(seconds)
+    row["overhead_share"] = sum(fast.watch.seconds("pick", "keep", "look-up")) / sum(fast.watch.seconds())
+    for arm, run in (("baseline", plain), ("speculative", fast)):
+        first = next(i for i, lap in enumerate(run.watch.laps) if lap[2])
+        row[f"{arm}_ttft_s"] = run.first_prefill_s + sum(lap[1] for lap in run.watch.laps[: first + 1])
+        row[f"{arm}_rows_a_pass"] = statistics.fmean(rows for rows, _, _ in run.rounds)
+    return row | {"batch_rounds": len(fast.rounds), "row_rounds": sum(rows for rows, _, _ in fast.rounds)}
 
 
-def compare(requests: Requests, alone: list[list[int]], costs: list[dict], args) -> dict:
-    """Measure one batch: counted and predicted first, then timed in turns. Raises Mismatch.
+# --------------------------------------------------------------------------------------------------------------- costs
 
-    `alone`: the text of each request by itself; `costs`: the rows of `batch_costs`, this batch's among them.
+
+@torch.inference_mode()
+def pass_arms(model, name: str, rows: int, context: int, sizes: list[int]) -> dict[str, Callable]:
+    """Arms for `interleave`: a pass of `rows` rows over q new tokens each, after `context` cached ones. Slots are written
+    over, so every repeat runs at the same context and nothing has to be put back."""
+    ids = random_ids([model], rows * (context + max(sizes))).view(rows, -1)
+    cache = read_prompts(model, ids, [context + 1] * rows, ids.shape[1])
+    slots = torch.arange(ids.shape[1], device=ids.device).expand(rows, -1)
+
+    def arm(q: int) -> Timed:
+        work = functools.partial(feed, model, ids, cache, slots[:, context : context + q], context + q, q)
+        return Timed(None, timed(work, ids.device).seconds)
+
+    return {f"{name} {q}": functools.partial(arm, q) for q in sizes}
+
+
+def widest(task: Task, k: int) -> int:
+    """The most guesses that a round can have, at least 1: the lean loop looks no further than the text."""
+    return max(1, min(k, task.n_tokens - 1))
+
+
+def batch_costs(task: Task, draft, k: int, rows: int, context: int) -> dict:
+    """Raw seconds of passes in turns: T(B, 1), T(B, k+1), and the draft's T_d(B, 1) and T_d(B, 2): it reads two tokens
+    where all guesses of a row were kept. The context is shortened to what the models' limit leaves."""
+    block = widest(task, k) + 1
+    context = context if task.limit is None else max(1, min(context, task.limit - block))
+    arms = pass_arms(task.target, "target", rows, context, [1, block]) | pass_arms(
+        draft, "draft", rows, context, [1, 2]
+    )
+    samples = interleave(arms, COST_REPEATS, COST_WARMUP)
+    seconds = {name: [run.seconds for run in runs] for name, runs in samples.items()}
+    one = seconds["target 1"]
+    return {"context": context, "seconds": seconds, "target_pass_s": statistics.median(one), "error": None,
+            "check_cost": paired_ratio(seconds[f"target {block}"], one)["median"],
+            "c": paired_ratio(seconds["draft 1"], one)["median"]}  # fmt: skip
+
+
+def seconds_by_rows(costs: list[dict], name: str, q: int) -> Callable[[int], float]:
+    """Seconds of such a pass for any number of rows, from the batches measured (straight lines between them)."""
+    return interpolated({row["batch"]: statistics.median(row["seconds"][f"{name} {q}"]) for row in costs})
+
+
+def predicted_speedup(costs: list[dict], k: int, plain: BatchRun, fast: BatchRun) -> float:
+    """What the counted rounds of both arms cost by measured passes alone: with a full batch in every round this is
+    E / (T(B, k+1) / T(B, 1) + k c(B) + o). `plain` and `fast` are watched runs; their loops' own time is added.
+
+    Rows leave as they finish, so each round is charged for the rows and guesses that it had.
     """
-    near_ties = []
+    one, block = seconds_by_rows(costs, "target", 1), seconds_by_rows(costs, "target", k + 1)
+    guess, catch_up = seconds_by_rows(costs, "draft", 1), seconds_by_rows(costs, "draft", 2)
+    spent = sum(one(rows) for rows, _, _ in plain.rounds)
+    spent_fast = 0.0
+    for rows, ahead, missing in fast.rounds:
+        spent_fast += one(rows) + (block(rows) - one(rows)) * ahead / k
+        if ahead:
+            spent_fast += (catch_up if missing > 1 else guess)(rows) + (ahead - 1) * guess(rows)
+    overheads = [sum(run.watch.seconds("pick", "keep")) for run in (plain, fast)]
+    return (spent + overheads[0]) / (spent_fast + overheads[1])
 
-    def check(arm: str, batch: Batch) -> None:
-        near_ties.extend(check_batch(requests, arm, batch.done, alone, args.allow_near_ties))
 
-    check(
-        "the batched baseline, first", run_plain(requests)[0][0]
-    )  # these two warm up the watched runs; `interleave` the timed ones
-    check("speculation, first", run_speculative(requests)[0][0])
-    plain, fast = watched(run_plain, requests), watched(run_speculative, requests)
-    check("the batched baseline, watched", plain[0])
-    check("speculation, watched", fast[0])
-    row = untimed(requests, plain, fast, costs)
-    arms = {"baseline": run_plain, "speculative": run_speculative, "baseline_again": run_plain}
-    samples = interleave(
-        {arm: functools.partial(run, requests) for arm, run in arms.items()}, args.repeats, args.warmup
-    )
-    for arm, runs in samples.items():
-        for (batch, _), _ in runs:
-            check(arm, batch)
-    row.update(speed(samples, row["emitted"]))
-    row.update(
-        {f"{arm}_tokens_per_s_per_user": row[f"{arm}_tokens_per_s"] / len(alone) for arm in ("baseline", "speculative")}
-    )
-    row.update(prediction_error=row["predicted"] - row["speedup"], exact=not near_ties, near_ties=near_ties, error=None)
-    return row
+def free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+@torch.inference_mode()
+def bytes_needed(requests: Requests) -> int:
+    """About what a batch takes beside the weights: both caches, once more while rows leave them, the logits in float32."""
+    k, tasks = requests.policy.most, list(requests.tasks.values())
+    room = max(task.prompt.shape[1] + task.n_tokens for task in tasks) + k + 1
+    two = tasks[0].prompt.new_zeros(1, 2)
+    slot = sum(read_prompts(model, two, [2], 1).row_bytes() for model in (requests.target, requests.draft))
+    logits = (k + 1) * vocabulary_rows(requests.target) * (4 + requests.target.dtype.itemsize)
+    return min(requests.size, len(tasks)) * (2 * room * slot + logits)

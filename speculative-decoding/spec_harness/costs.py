@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 
 import torch
 
-from spec_common import UserError, interleave, is_out_of_memory, ratio_summary, timed
+from spec_common import Timed, UserError, interleave, is_out_of_memory, paired_ratio, timed
+from spec_loop import forward, keep_slots, new_cache
 from spec_models import linear as cpu_linear
-from spec_pass import forward, new_cache, rollback
 
 DRAFT_PASSES = 4  # draft passes are timed so many in a row, as a round runs them
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
@@ -24,46 +25,57 @@ def random_ids(models: list, length: int) -> torch.Tensor:
     return torch.randint(rows, (1, length), generator=generator).to(models[0].device)
 
 
-def within(context: int, sizes: list[int], limit: int | None) -> tuple[int, list[int]]:
+def inside_limit(context: int, sizes: list[int], limit: int | None) -> tuple[int, list[int]]:
     """The context and sizes that can be measured inside the models' limit: sizes too long are left out (V is carried on
     past the last one), the context is shortened to what they leave."""
     if limit is None:
         return context, sizes
     sizes = [n for n in sizes if n == 1 or n < limit]
-    return max(1, min(context, limit - max(sizes[-1], DRAFT_PASSES))), sizes
+    return max(1, min(context, limit - max(sizes[-1], 2 * DRAFT_PASSES))), sizes
 
 
 def warm_cache(model, ids: torch.Tensor, context: int):
     cache = new_cache(model)
-    forward(model, ids[:, :context], cache, 1)
+    forward(model, ids[:, :context], cache)
     return cache
 
 
-def timed_pass(model, ids: torch.Tensor, cache, context: int, n: int) -> tuple[None, float]:
+def timed_pass(model, ids: torch.Tensor, cache, context: int, n: int) -> Timed:
     """One pass over n new tokens after `context` cached ones, every row's logits computed. The cache, which a pass
     appends to, is put back outside the clock: otherwise each repeat would run at a longer context than the last."""
-    _, seconds = timed(lambda: forward(model, ids[:, : context + n], cache, n), ids.device)
-    rollback(cache, context)
-    return None, seconds
+    run = timed(lambda: forward(model, ids[:, context : context + n], cache, n), ids.device)
+    keep_slots(cache, context)
+    return run
 
 
-def timed_draft(model, ids: torch.Tensor, cache, context: int) -> tuple[None, float]:
-    """Seconds of one draft pass over one token: the median of a few in a row, each on the clock as a target pass is."""
-    seconds = [
-        timed(lambda end=context + i: forward(model, ids[:, :end], cache, 1), ids.device)[1]
-        for i in range(1, DRAFT_PASSES + 1)
-    ]
-    rollback(cache, context)
-    return None, statistics.median(seconds)
+def timed_draft(model, ids: torch.Tensor, cache, context: int, read: int = 1) -> Timed:
+    """Seconds of one draft pass over `read` tokens and one row of logits: the median of a few in a row, each on the clock
+    as a target pass is."""
+    seconds = []
+    for _ in range(DRAFT_PASSES):
+        start = cache.get_seq_length()
+        seconds.append(
+            timed(lambda start=start: forward(model, ids[:, start : start + read], cache), ids.device).seconds
+        )
+    keep_slots(cache, context)
+    return Timed(None, statistics.median(seconds))
 
 
 def pass_seconds(
-    target, draft, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int, plain=None
+    target,
+    draft,
+    ids: torch.Tensor,
+    context: int,
+    sizes: list[int],
+    repeats: int,
+    warmup: int,
+    others: dict | None = None,
 ) -> tuple[dict, dict]:
-    """Raw seconds of passes in turns: {n: [...], "draft": [...]}, and {n: error} of sizes that ran out of memory.
+    """Raw seconds of passes in turns: {n: [...], "draft": [...], "draft 2": [...]} (a draft pass over one token, and over
+    two), and {n: error} of sizes that ran out of memory.
 
-    `ids` is (1, context + the largest size or more). `plain` is another copy of the target to time in the same turns,
-    as {("plain", n): [...]}. Raises UserError where memory does not do for one token.
+    `ids` is (1, context + the largest size or more). `others`, name -> another form of the target, are timed in the same
+    turns, as {(name, n): [...]}. Raises UserError where memory does not do for one token.
     """
     caches = {"target": warm_cache(target, ids, context)}
     arms, failed = {}, {}
@@ -78,16 +90,16 @@ def pass_seconds(
             failed[n] = "out of memory"
     if 1 in failed:
         raise UserError("--model: out of memory in a pass over one token; choose a smaller model or context")
-    if plain is not None:
-        caches["plain"] = warm_cache(plain, ids, context)
-        arms.update(
-            {("plain", n): lambda n=n: timed_pass(plain, ids, caches["plain"], context, n) for n in sizes if n in arms}
-        )
+    for name, other in (others or {}).items():
+        caches[name] = warm_cache(other, ids, context)
+        run = functools.partial(timed_pass, other, ids, caches[name], context)
+        arms.update({(name, n): functools.partial(run, n) for n in sizes if n in arms})
     if draft is not None:
         caches["draft"] = warm_cache(draft, ids, context)
-        arms["draft"] = lambda: timed_draft(draft, ids, caches["draft"], context)
+        for name, read in (("draft", 1), ("draft 2", 2)):
+            arms[name] = functools.partial(timed_draft, draft, ids, caches["draft"], context, read)
     samples = interleave(arms, repeats, warmup)
-    return {name: [seconds for _, seconds in runs] for name, runs in samples.items()}, failed
+    return {name: [run.seconds for run in runs] for name, runs in samples.items()}, failed
 
 
 @torch.inference_mode()
@@ -103,29 +115,59 @@ def linear_seconds(model, n: int, tries: int) -> list[float]:
             layer(rows)
 
     multiply()
-    return [timed(multiply, model.device)[1] for _ in range(tries)]
+    return [timed(multiply, model.device).seconds for _ in range(tries)]
 
 
 def costs_of(seconds: dict) -> dict:
-    """V(n) and c as medians of ratios paired by repeat, with intervals, from what `pass_seconds` gave (with n=1)."""
+    """V(n), c and c2 (a draft pass that reads two tokens) as medians of ratios paired by turn, with intervals, from what
+    `pass_seconds` gave (with n = 1)."""
     one = seconds[1]
-    v = {n: ratio_summary(values, one) for n, values in seconds.items() if isinstance(n, int)}
-    c = ratio_summary(seconds["draft"], one) if "draft" in seconds else None
-    return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "v_intervals": v, "c_interval": c,
-            "target_pass_s": statistics.median(one)}  # fmt: skip
+    v = {n: paired_ratio(values, one) for n, values in seconds.items() if isinstance(n, int)}
+    c, c2 = (paired_ratio(seconds[name], one) if name in seconds else None for name in ("draft", "draft 2"))
+    return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "c2": c2 and c2["median"],
+            "v_intervals": v, "c_interval": c, "target_pass_s": statistics.median(one)}  # fmt: skip
 
 
 def measured_costs(target, draft, context: int, ks: list[int], limit: int | None) -> dict:
-    """The part of a result row that says what passes cost at that context, for predicting the k in `ks`."""
-    context, sizes = within(context, sorted({1, 2, *(k + 1 for k in ks)}), limit)
-    ids = random_ids([model for model in (target, draft) if model is not None], context + sizes[-1] + DRAFT_PASSES)
+    """What passes cost at that context, for the k in `ks`: raw seconds and `costs_of` them."""
+    context, sizes = inside_limit(context, sorted({1, 2, *(k + 1 for k in ks)}), limit)
+    length = context + max(sizes[-1], 2 * DRAFT_PASSES)
+    ids = random_ids([model for model in (target, draft) if model is not None], length)
     seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP)
-    return {"context": context, **costs_of(seconds), "seconds": seconds, "failed": failed, "error": None}
+    return {"context": context, **costs_of(seconds), "seconds": {str(name): values for name, values in seconds.items()},
+            "failed": failed, "error": None}  # fmt: skip
 
 
-def costs_row(file, target, draft, context: int, ks: list[int], limit: int | None) -> dict:
-    """`measured_costs` as the one row of a result file that says what passes cost, measured before any speedup."""
-    return file.find(part="costs") or file.add({"part": "costs", **measured_costs(target, draft, context, ks, limit)})
+def measure_costs(file, tasks: list, draft, ks: list[int]) -> list[dict]:
+    """Rows of a result file that say what passes cost at the shortest and the longest context of the tasks, measured
+    before any speedup. `draft`: the draft model, or None."""
+    contexts = [task.context for task in tasks]
+    rows = []
+    for context in dict.fromkeys([min(contexts), max(contexts)]):
+        where = {"part": "costs", "at": context}
+        measure = functools.partial(measured_costs, tasks[0].target, draft, context, ks, tasks[0].limit)
+        rows.append(file.find(**where) or file.add({**where, **measure()}))
+    return rows
+
+
+def costs_at(rows: list[dict], context: int) -> dict:
+    """v, c, c2 and target_pass_s at a context: on the straight line through those measured (a pass is affine in the
+    tokens that its attention reads)."""
+    if len(rows) == 1 or rows[0]["context"] == rows[-1]["context"]:
+        return rows[0]
+    low, high = rows[0], rows[-1]
+    share = (context - low["context"]) / (high["context"] - low["context"])
+
+    def between(a, b):
+        return None if a is None else a + share * (b - a)
+
+    ends = [{int(n): value for n, value in row["v"].items()} for row in (low, high)]  # a file's keys are strings
+    v = {n: between(value, ends[1][n]) for n, value in ends[0].items() if n in ends[1]}
+    return {
+        "context": context,
+        "v": v,
+        **{name: between(low[name], high[name]) for name in ("c", "c2", "target_pass_s")},
+    }
 
 
 @torch.inference_mode()
@@ -134,12 +176,12 @@ def device_limits(device: torch.device, dtype: torch.dtype) -> dict:
     block = torch.ones(READ_BYTES.get(device.type, 1 << 30) // dtype.itemsize, dtype=dtype, device=device)
     side = SQUARE.get(device.type, 4096)
     a = torch.ones(side, side, dtype=dtype, device=device)
-    read = min(timed(block.sum, device)[1] for _ in range(LIMIT_TRIES))
-    multiply = min(timed(lambda: a @ a, device)[1] for _ in range(LIMIT_TRIES))
+    read = min(timed(block.sum, device).seconds for _ in range(LIMIT_TRIES))
+    multiply = min(timed(lambda: a @ a, device).seconds for _ in range(LIMIT_TRIES))
     return {"read_bytes_per_s": block.numel() * dtype.itemsize / read, "operations_per_s": 2 * side**3 / multiply}
 
 
-def implied(model, limits: dict) -> dict:
+def limits_of_passes(model, limits: dict) -> dict:
     """What the limits imply for a model: the floor of a pass and the ridge n*, up to which checking could be free.
 
     n* = rate * bytes per weight / (2 * bandwidth): reading a weight takes as long as multiplying it with n* tokens.

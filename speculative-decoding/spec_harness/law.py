@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from spec_harness.cells import Task
+from spec_harness.arms import Method, Task, draft_model
 from spec_harness.tables import progress
-from spec_loop import prefill, speculate
+from spec_loop import Pass, Proposal, Verdict, forward, keep_slots, not_finite, prefill, speculate
 from spec_methods.sampled import Chance, Sampled, overlap
-from spec_pass import check_finite, forward, rollback
 
 # Steepness of the exponentials in `stray`: a few, so that one is near the best for tens as for thousands of guesses.
 STEEPNESS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -37,11 +36,12 @@ class Recorder(Sampled):
         self.overlaps: list[float] = []
         self.accepted = 0
 
-    def judge(self, logits, guesses, laws):
-        verdict, probs = super().judge(logits, guesses, laws), self.law(logits)
-        for place in range(min(verdict.accepted + 1, len(guesses))):
-            self.overlaps.append(overlap(probs[place], laws[place], guesses[place]))
-        self.accepted += verdict.accepted
+    def judge(self, out: Pass, proposal: Proposal) -> Verdict:
+        verdict, probs = super().judge(out, proposal), self.law(out.logits[0])
+        judged = len(verdict.path) + (len(verdict.path) < len(proposal))
+        for place in range(judged):
+            self.overlaps.append(overlap(probs[place], proposal.laws[place], verdict.guesses[place]))
+        self.accepted += len(verdict.path)
         return verdict
 
 
@@ -87,46 +87,47 @@ def acceptance_check(rows: list[dict], level: float) -> dict:
 
 
 def law_task(task: Task) -> Task:
-    """The first two tokens of a task, with two guesses at most."""
-    return replace(task, n_tokens=LAW_TOKENS, k=min(task.k, LAW_K), loop="lean", ends=frozenset())
+    """The first two tokens of a task. The essay's loop guesses a full k even where two tokens remain."""
+    return replace(task, n_tokens=LAW_TOKENS, loop="essay", ends=frozenset())
 
 
 @torch.inference_mode()
 def exact_cells(task: Task, rule: Sampled, draws: int) -> dict[tuple[int, int], float]:
     """The pairs of first tokens that `draws` draws should give five times or more, each with its exact probability: the
     product of the target's own two laws, from plain passes."""
-    state, least = prefill(task.target, task.prompt, task.room()), FEWEST_EXPECTED / draws
+    state, least = prefill(task.target, task.prompt, LAW_TOKENS), FEWEST_EXPECTED / draws
     ids, length = state.ids, state.length
 
     def law(end: int) -> torch.Tensor:
-        logits = forward(task.target, ids[:, :end], state.cache, 1)[:, -1]
-        check_finite(task.target, logits.amax(-1).tolist())
-        return rule.law(logits)[0].double()
+        out = forward(task.target, ids[:, state.cache.get_seq_length() : end], state.cache)
+        if not out.finite:
+            raise not_finite(task.target)
+        return rule.law(out.logits[:, -1])[0].double()
 
     first, cells = law(length).cpu(), {}
     for one in (first >= least).nonzero().flatten().tolist():
         ids[0, length] = one
         both = float(first[one]) * law(length + 1).cpu()
         cells |= {(one, two): float(both[two]) for two in (both >= least).nonzero().flatten().tolist()}
-        rollback(state.cache, length)
+        keep_slots(state.cache, length)
     return cells
 
 
-def drawn_pairs(task: Task, rule: Sampled, draws: Iterable) -> Iterator[tuple[int, int]]:
+def drawn_pairs(task: Task, method: Method, draws: Iterable) -> Iterator[tuple[int, int]]:
     """The first two tokens of so many speculative runs, one after the other from one rule. The prompt is read once: both
-    caches are rolled back to it. The essay's loop guesses a full k even where two tokens remain."""
-    state = prefill(task.target, task.prompt, task.room())
-    drafter = task.drafter(task, rule)
-    drafter.start(state.ids, state.length)
+    caches are rolled back to it."""
+    state, drafter = prefill(task.target, task.prompt, LAW_TOKENS), method.drafter
+    length = state.length
+    drafter.start(state)
     silent = drafter.blind
     for _ in draws:
-        yield tuple(
-            speculate(
-                task.target, drafter, state, LAW_TOKENS, task.policy(task), "essay", limit=task.limit, rule=rule
-            ).tokens
+        done = speculate(
+            task.target, drafter, state, LAW_TOKENS, method.rule, method.policy, loop=task.loop, limit=task.limit
         )
-        rollback(state.cache, state.length - 1)
-        rollback(drafter.cache, state.length - 1)
+        yield tuple(done.tokens)
+        state.length = length
+        keep_slots(state.cache, length - 1)
+        keep_slots(drafter.cache, length - 1)
         drafter.blind = silent
 
 
@@ -154,12 +155,13 @@ def chi_square(counts: Counter, cells: dict[tuple, float], draws: int) -> dict:
     }
 
 
-def law_row(task: Task, law: tuple, seed: int, draws: int) -> dict:
-    """The chi-square test of the first two tokens' law, of so many draws."""
+def law_row(task: Task, draft, k: int, law: tuple, seed: int, draws: int) -> dict:
+    """The chi-square test of the first two tokens' law, of so many draws with two guesses at most."""
     task, rule = law_task(task), Sampled(*law, Chance(seed))
+    method = draft_model(task, draft, min(k, LAW_K), rule)
     cells = exact_cells(task, rule, draws)
-    pairs = drawn_pairs(task, rule, progress(range(draws), f"law at temperature {law[0]:g}"))
-    return {"k": task.k, **chi_square(Counter(pairs), cells, draws)}
+    pairs = drawn_pairs(task, method, progress(range(draws), f"law at temperature {law[0]:g}"))
+    return {"k": method.k, **chi_square(Counter(pairs), cells, draws)}
 
 
 def law_line(row: dict) -> str:

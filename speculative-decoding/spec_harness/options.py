@@ -1,18 +1,22 @@
-"""What the user picks in every script that decodes: the pair, the prompts, how much to write and how."""
+"""What the user picks in every script that decodes: the pair, the prompts, how much to write and how; and how a run opens."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from spec_common import UserError, at_least, fraction, reachable
-from spec_harness.cells import Task
+from spec_cli import at_least, fraction, reachable, set_up
+from spec_common import UserError, dtype_name
+from spec_harness.arms import Task
+from spec_harness.reference import overridden
+from spec_harness.results import ResultFile, environment, settings
 from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
-from spec_models.checks import check_room, context_limit, end_ids, prompt_ids
-from spec_models.pairs import DRAFT_PASSES, PAIRS
+from spec_models.checks import Loaded, check_room, context_limit, end_ids, prompt_ids
+from spec_models.pairs import DRAFT_PASSES, PAIRS, form, load_pair
 from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
 
 
@@ -81,12 +85,9 @@ def check_policy(args) -> None:
         raise UserError("--k-policy: --loop essay always drafts a full k; leave one of them out")
 
 
-def with_policy(args, task: Task, costs: dict | None) -> Task:
-    """The task under the policy asked for; `costs` as spec_costs measures them, which only 'cost' looks at."""
-    if args.k_policy == "fixed":
-        return task
-    c, v = (costs["c"] or 0.0, measured_v(costs)) if costs else (0.0, None)
-    return replace(task, policy=lambda one: make_policy(args.k_policy, one.k, c, v, args.confidence, LOOP_OVERHEAD))
+def policy_of(args, k: int, costs: dict):
+    """The k policy asked for; `costs` as `costs_at` gives them, which only 'cost' looks at."""
+    return make_policy(args.k_policy, k, costs["c"] or 0.0, measured_v(costs), args.confidence, LOOP_OVERHEAD)
 
 
 def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WORKLOAD) -> None:
@@ -129,28 +130,69 @@ def chosen_prompts(args) -> list[tuple[str, str]]:
             raise UserError(
                 f"--prompt-file {args.prompt_file.name}: {getattr(error, 'strerror', None) or error}"
             ) from error
+    if args.workload == "all":
+        return list(WORKLOADS.items())
     return [workload_prompt(args.workload)]
 
 
-def check_prompts(args, target, drafts: list, prompts: list[tuple[str, str]], k: int, device) -> dict[str, str]:
-    """Check every prompt before the first is measured. Returns the hash of each one's ids, by name: part of a result
-    file's settings, so that no run resumes on another text of the same name. Raises UserError."""
-    hashes = {}
-    for name, text in prompts:
-        for draft in drafts:
-            task = make_task(args, target, draft, text, k, device)
-        hashes[name] = hashlib.sha256(str(task.prompt[0].tolist()).encode()).hexdigest()[:16]
-    return hashes
-
-
-def make_task(args, target, draft, text: str, k: int, device) -> Task:
+def make_task(args, target, draft, text: str) -> Task:
     """The task of one prompt, everything about it checked; `draft` is None where no model drafts. Raises UserError."""
-    prompt = prompt_ids(target, text, args.chat, device)
+    prompt = prompt_ids(target, text, args.chat, target.model.device)
     models = [target] if draft is None else [target, draft]
     for model in models:
         check_room(model, prompt.shape[1], args.n_tokens, "--n-tokens")
     limits = [limit for limit in (context_limit(model.model) for model in models) if limit is not None]
     ends = end_ids(target.model) if args.stop_at_eos else frozenset()
-    limit = min(limits, default=None)
-    drafting = (None, None) if draft is None else (draft.model, draft.plain)
-    return Task(target.model, drafting[0], prompt, args.n_tokens, k, args.loop, ends, limit, drafting[1])
+    return Task(target.model, prompt, args.n_tokens, args.loop, ends, min(limits, default=None))
+
+
+def prompt_hashes(args, target, drafts: list, prompts: list[tuple[str, str]]) -> dict[str, str]:
+    """Check every prompt before the first is measured. Returns the hash of each one's ids, by name: part of a result
+    file's settings, so that no run resumes on another text of the same name. Raises UserError."""
+    hashes = {}
+    for name, text in prompts:
+        for draft in drafts or [None]:
+            task = make_task(args, target, draft, text)
+        hashes[name] = hashlib.sha256(str(task.prompt[0].tolist()).encode()).hexdigest()[:16]
+    return hashes
+
+
+# ------------------------------------------------------------------------------------------------- from options to a run
+
+
+class Opened(NamedTuple):
+    """A run about to begin: its result file, the target, the drafts; and where `open_run` was given it, what `ready` found."""
+
+    file: ResultFile
+    target: Loaded
+    drafts: list[Loaded]
+
+
+def load_one_draft(args, device, dtype) -> tuple[Loaded, list[Loaded]]:
+    """The pair that most scripts run: a target and one draft."""
+    fill_pair(args)
+    return load_pair(args, device, dtype, [args.draft])
+
+
+@contextlib.contextmanager
+def open_run(args, name: str, prompts: list[tuple[str, str]] = (), load=load_one_draft, ready=None):
+    """All that a script does between its options and its first measurement, in one place: device, models, prompts checked,
+    the line that names them, the result file with its settings and environment. Raises UserError.
+
+    `load(args, device, dtype)` gives the target and its drafts; `ready(target)`, if given, looks at what else was asked
+    for before anything is written, and what it returns comes last in what is opened.
+    """
+    device, dtype = set_up(args)
+    target, drafts = load(args, device, dtype)
+    found = [ready(target)] if ready else []
+    about = [draft.about for draft in drafts]
+    more = {"prompt_ids_sha256": prompt_hashes(args, target, drafts, prompts)} if prompts else {}
+    config = settings(args, target=target.about, draft=about[0] if len(about) == 1 else None, drafts=about,
+                      generation_config_overridden=overridden(target.model), **more)  # fmt: skip
+    names = [target.name, *(form(draft) for draft in drafts)]
+    print(
+        f"{' + '.join(names)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}\n", flush=True
+    )
+    where = environment(device, dtype, target.model)
+    with ResultFile(args.results, name, config, where, getattr(args, "resume", None)) as file:
+        yield (*Opened(file, target, drafts), *found)

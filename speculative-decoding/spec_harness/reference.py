@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import replace
-from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import GenerationConfig
 
 from spec_common import ClaimFailed, first_line, say, timed
-from spec_harness.cells import Task, run_speculative
-from spec_loop import Decoded
+from spec_harness.arms import Run, Task, draft_model, run_baseline, run_speculative
+from spec_loop import Decoded, Round, cut_block
+from spec_models.checks import Loaded
 
 NO_PAD = -1  # no text holds it: from a real id transformers would infer a mask that hides it from the assistant
 
@@ -101,69 +103,92 @@ def assistant_config(k: int) -> GenerationConfig:
     )
 
 
-def generated(task: Task, streamer: RoundLengths | None, **options) -> tuple[tuple[Decoded, float], float]:
-    """One greedy `generate` with those further options. Returns as `run_generate`."""
-    with generation_config(task.target, plain_config(task.n_tokens, task.ends)):
-        write = partial(
-            task.target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options
+def generated(target, task: Task, streamer: RoundLengths | None, **options) -> Run:
+    """One greedy `generate` of the target, its own prefill included, with those further options. The rounds are counted
+    where a streamer listens, which timed runs leave out."""
+    with generation_config(target, plain_config(task.n_tokens, task.ends)):
+        mask = torch.ones_like(task.prompt)
+        written, seconds = timed(
+            lambda: target.generate(task.prompt, attention_mask=mask, streamer=streamer, **options), task.device
         )
-        written, seconds = timed(write, task.device)
-    rounds = streamer.rounds if streamer else []
-    done = Decoded(tokens=written[0, task.prompt.shape[1] :].tolist(), emitted=rounds, target_passes=len(rounds))
-    return (done, 0.0), seconds
+    rounds = [Round([], [], 0, emitted, 0) for emitted in (streamer.rounds if streamer else [])]
+    return Run(Decoded(written[0, task.prompt.shape[1] :].tolist(), len(rounds), rounds=rounds), 0.0, seconds)
 
 
-def run_generate(
-    task: Task, assisted: bool, streamer: RoundLengths | None = None
-) -> tuple[tuple[Decoded, float], float]:
-    """One `generate`, its own prefill included. Returns ((Decoded, 0.0), seconds), as the arms of spec_compare do; the
-    rounds are counted where a streamer listens, which timed runs leave out."""
+def run_assisted(target, draft, task: Task, k: int, streamer: RoundLengths | None = None) -> Run:
+    """One `generate` with an assistant, always k guesses."""
     # A model that drafts for itself needs a second generation config: a shallow copy has one and shares the weights.
-    draft = task.draft if task.plain_draft is None else task.plain_draft
-    draft = copy.copy(draft) if draft is task.target else draft
-    options = {"assistant_model": draft} if assisted else {}
-    with generation_config(draft, assistant_config(task.k)), same_width(draft, task.target):
-        return generated(task, streamer, **options)
+    draft = copy.copy(draft) if draft is target else draft
+    with generation_config(draft, assistant_config(k)), same_width(draft, target):
+        return generated(target, task, streamer, assistant_model=draft)
 
 
-def check_rounds(task: Task, lengths: list[int]) -> None:
+def check_rounds(task: Task, draft, k: int, lengths: list[int]) -> None:
     """Our lean loop with the draft that assisted generation had must write the same number of tokens in every round.
     Raises ClaimFailed. The draft in the form that is measured may guess otherwise; the text is compared all the same."""
-    same_draft = task if task.plain_draft is None else replace(task, draft=task.plain_draft)
-    (done, _), _ = run_speculative(replace(same_draft, loop="lean"))
+    done = run_speculative(task, draft_model(task, draft, k)).done
     if done.emitted != lengths:
         raise ClaimFailed(f"rounds of assisted generation wrote {lengths} tokens, ours {done.emitted}")
 
 
-def reference_arms(task: Task) -> dict:
-    """The arms of --vs-transformers, once the rounds of assisted generation have been checked against ours.
+def reference_arms(task: Task, target: Loaded, draft: Loaded, k: int) -> dict:
+    """The arms of --vs-transformers, once the rounds of assisted generation have been checked against ours: `generate`,
+    plain and assisted, and our own loop on the very models that they run (`plain_...`: transformers' form of the pass, the
+    whole head), so that one row compares loops alone.
 
     The assisted arm is left out, and said so, where `generate` cannot run it: for k=0, and for padded tables once an id
     is met that only one of them has.
     """
-    arms = {"generate": lambda: run_generate(task, assisted=False)}
-    if task.k == 0:
+    theirs = target.plain or target.model
+    same = replace(task, target=theirs, loop="lean")
+    arms = {"generate": lambda: generated(theirs, task, None), "plain_baseline": lambda: run_baseline(same)}
+    if k == 0:
         return arms
+    assistant = draft.plain or draft.model
     try:
-        (counted, _), _ = run_generate(task, assisted=True, streamer=RoundLengths())
+        counted = run_assisted(theirs, assistant, task, k, RoundLengths()).done
     except (IndexError, ValueError) as error:
         say(f"assisted generation is left out: transformers cannot run it on this pair ({first_line(error)})")
         return arms
-    check_rounds(task, counted.emitted)
-    return {**arms, "assisted": lambda: run_generate(task, assisted=True)}
+    check_rounds(same, assistant, k, counted.emitted)
+    ours = draft_model(same, assistant, k)
+    return {
+        **arms,
+        "assisted": lambda: run_assisted(theirs, assistant, task, k),
+        "plain_speculative": lambda: run_speculative(same, ours),
+    }
 
 
-def run_prompt_lookup(
-    task: Task, ngram_max: int, streamer: RoundLengths | None = None
-) -> tuple[tuple[Decoded, float], float]:
-    """One `generate` that guesses by prompt look-up, at the same k, with n-grams of `ngram_max` down to 1. Returns as `run_generate`."""
-    return generated(task, streamer, prompt_lookup_num_tokens=task.k, max_matching_ngram_size=ngram_max)
+def run_prompt_lookup(target, task: Task, k: int, ngram_max: int, streamer: RoundLengths | None = None) -> Run:
+    """One `generate` that guesses by prompt look-up, at the same k, with n-grams of `ngram_max` down to 1."""
+    return generated(target, task, streamer, prompt_lookup_num_tokens=k, max_matching_ngram_size=ngram_max)
 
 
-def prompt_lookup_rounds(task: Task, ngram_max: int) -> list[int] | None:
+def prompt_lookup_rounds(target, task: Task, k: int, ngram_max: int) -> list[int] | None:
     """The tokens that each round of it writes; None where `generate` cannot run it on that model."""
     try:
-        return run_prompt_lookup(task, ngram_max, RoundLengths())[0][0].emitted
+        return run_prompt_lookup(target, task, k, ngram_max, RoundLengths()).done.emitted
     except (IndexError, ValueError, RuntimeError, MemoryError) as error:
         say(f"generate's prompt look-up is left out: transformers cannot run it on this model ({first_line(error)})")
         return None
+
+
+class Generated(NamedTuple):
+    """What `generate` wrote for every row of a batch, and its seconds."""
+
+    done: list[Decoded]
+    seconds: float
+
+
+def generated_rows(target, tasks: list[Task]) -> Generated:
+    """One greedy `generate` of a batch, prompts padded on the left. A row's text ends with its first end token."""
+    first = tasks[0]
+    width = max(task.prompt.shape[1] for task in tasks)
+    padded = torch.cat([F.pad(task.prompt, (width - task.prompt.shape[1], 0)) for task in tasks])
+    mask = torch.cat([F.pad(torch.ones_like(task.prompt), (width - task.prompt.shape[1], 0)) for task in tasks])
+    config = plain_config(max(task.n_tokens for task in tasks), first.ends)
+    config.pad_token_id = 0  # behind an end token; a batch needs one that exists
+    with generation_config(target, config):
+        written, seconds = timed(lambda: target.generate(padded, attention_mask=mask), first.device)
+    rows = [cut_block(row[width:].tolist(), task.n_tokens, task.ends) for row, task in zip(written, tasks, strict=True)]
+    return Generated([Decoded(row) for row in rows], seconds)

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from spec_common import HERE, UserError, device_name, dtype_name, replaceable, say
+from spec_cli import replaceable
+from spec_common import HERE, UserError, device_name, dtype_name, say
 
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from spec_common import FEWEST_PAIRS, interval_text, judge_speed
+
 
 def markdown_table(rows: Sequence[dict], columns: Sequence[tuple[str, str, Callable[[object], str]]]) -> str:
     """A Markdown table, padded so that it reads in a terminal too, columns of numbers to the right. `columns` holds (key, heading, format)."""
@@ -45,3 +47,43 @@ def progress(steps: Sequence, title: str):
     from rich.progress import track
 
     yield from track(steps, description=title, console=Console(stderr=True))
+
+
+def speed_words(row: dict) -> str:
+    """A speedup with all that it rests on: the verdict, the interval, the pairs."""
+    pairs = len(row["baseline_s"]) if "baseline_s" in row else row["pairs"]
+    found = judge_speed(row)
+    if found == "few":
+        return f"{row['speedup']:.2f}x from too few pairs for a verdict ({pairs}); take {FEWEST_PAIRS} or more"
+    words = {"faster": "faster than", "slower": "slower than", "noise": "no difference beyond the noise to"}[found]
+    interval = interval_text(row["speedup_low"], row["speedup_high"])
+    return f"{row['speedup']:.2f}x ({interval}, {pairs} pairs), {words} the target alone"
+
+
+def shown_interval(row: dict) -> dict:
+    """The row with its `interval` as text: the error where it has one, nothing where the pairs are too few."""
+    return {**row, "interval": row["error"] or interval_text(row["speedup_low"], row["speedup_high"])}
+
+
+ACCEPTED, CORRECTED, DISCARDED, PLAIN = "\033[32m", "\033[33m", "\033[2;9m", "\033[0m"
+
+
+def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
+    """The text round by round: guesses kept, the target's own token, and what was thrown away."""
+    marks = (ACCEPTED, CORRECTED, DISCARDED, PLAIN) if colour else ("", "", "", "")
+    lines, start, tokens = [], 0, row["tokens"]
+    rounds = zip(row["proposals"], row["paths"], row["emitted_lengths"], strict=True)
+    for number, (guesses, path, count) in enumerate(rounds, 1):
+        written, start = tokens[start : start + count], start + count
+        kept = min(len(path), count)
+        lost = [guess for place, guess in enumerate(guesses) if place not in path[:kept]]
+        parts = [
+            ("accepted", marks[0], written[:kept]),
+            ("target", marks[1], written[kept:]),
+            ("discarded", marks[2], lost),
+        ]
+        shown = [
+            f"{name} {mark}{tokenizer.decode(part)!r}{marks[3] if mark else ''}" for name, mark, part in parts if part
+        ]
+        lines.append(f"{number:>3}  " + "   ".join(shown))
+    return "\n".join(lines)

@@ -14,6 +14,16 @@ def expected_tokens(alpha: float, k: int) -> float:
     return float(k + 1) if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
 
 
+def alpha_of_acceptance(acceptance: float, k: int) -> float:
+    """The alpha under which accepted / proposed comes to `acceptance` at a fixed k: expected_tokens(alpha, k) - 1 over k,
+    turned round by halving. Acceptance falls with k at one alpha, so it must not stand in for it."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (expected_tokens(middle, k) - 1) / k < acceptance else (low, middle)
+    return (low + high) / 2
+
+
 def ceiling(alpha: float) -> float | None:
     """Tokens a round for unbounded k, 1 / (1 - alpha); None (no ceiling) at alpha 1."""
     return None if alpha == 1 else 1 / (1 - alpha)
@@ -29,19 +39,18 @@ def leviathan_speedup(alpha: float, c: float, k: int, passes: int | None = None)
 
 def cost_speedup(
     tokens: int,
-    draft_passes: int,
+    draft_cost: float,
     verified: Sequence[int],
-    c: float,
     v: Callable[[int], float],
     overhead: float = 0.0,
     plain_overhead: float = 0.0,
 ) -> float:
     """The measured-cost form, E_k / (k c + V(k+1) + o), summed over the rounds that a run really took.
 
-    `verified` holds the tokens in each round's target pass. `overhead` is the loop's own time a round and
-    `plain_overhead` that of plain decoding a token, both in units of one target pass over one token.
+    `draft_cost` is what all drafting took, `verified` holds the tokens in each round's target pass. `overhead` is the
+    loop's own time a round, `plain_overhead` that of plain decoding a token. All in target passes over one token.
     """
-    spent = draft_passes * c + sum(v(n) for n in verified) + overhead * len(verified)
+    spent = draft_cost + sum(v(n) for n in verified) + overhead * len(verified)
     return tokens * (1 + plain_overhead) / spent
 
 

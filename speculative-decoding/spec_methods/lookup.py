@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-import torch
-
-from spec_drafters import Proposal
+from spec_loop import Budget, ModelDrafter, Proposal, State, Work
 
 # Which of several matches is copied. first: the leftmost, as `generate` does. latest: the rightmost that k tokens follow;
 # where none has so many, the one that most follow (of the rightmost alone little could be copied in a text that repeats).
@@ -25,14 +23,16 @@ class LookupDrafter:
     """
 
     confident = False  # a copied guess has no probability to look at
+    taps = ()
+    work = Work(0, 0)  # no model runs
 
     def __init__(self, ngram_max: int = 3, ngram_min: int = 1, match: str = MATCHES[0]):
         self.sizes, self.match = range(ngram_max, ngram_min - 1, -1), match
 
-    def start(self, ids: torch.Tensor, length: int) -> None:
-        """Index `ids[:, :length]`."""
+    def start(self, state: State) -> None:
+        """Index the text."""
         self.text, self.indexed, self.places, self.matches = [], 1, {}, 0
-        self.read(ids[0, :length].tolist())
+        self.read(state.ids[0, : state.length].tolist())
 
     def read(self, tokens: list[int]) -> None:
         """Take in new tokens: `places` maps an n-gram to where its continuations start, in rising order."""
@@ -52,21 +52,17 @@ class LookupDrafter:
                 )
         return None
 
-    def propose(self, ids: torch.Tensor, length: int, k: int, watch, policy) -> Proposal:
-        """Copy up to k guesses into `ids` from `length` on, none past what stands. A certain guess has no law."""
-        start = self.source(k)
-        count = 0 if start is None else min(k, length - start)
+    def propose(self, state: State, budget: Budget) -> Proposal:
+        """Up to `budget.depth` guesses, copied, none past what stands. A certain guess has no law."""
+        start = self.source(budget.depth)
+        count = 0 if start is None else min(budget.depth, state.length - start)
         self.matches += count > 0
-        if count:
-            ids[:, length : length + count] = ids[:, start : start + count]
-        watch("look-up")
-        return Proposal(count, laws=[None] * count)
+        made = Proposal(state.ids[0, start : start + count] if count else state.ids[0, :0], [None] * count)
+        state.watch("look-up")
+        return made
 
-    def keep(self, length: int, written: list[int]) -> None:
-        self.read(written)
-
-    def check(self, made: Proposal) -> None:
-        """Nothing was computed."""
+    def keep(self, state: State, path: list[int], features: tuple) -> None:
+        self.read(state.new)
 
 
 class HybridDrafter:
@@ -76,21 +72,27 @@ class HybridDrafter:
     """
 
     confident = False  # not every guess has a probability
+    taps = ()
 
-    def __init__(self, lookup: LookupDrafter, model, model_k: int):
-        self.lookup, self.model, self.model_k = lookup, model, model_k
+    def __init__(self, lookup: LookupDrafter, drafter: ModelDrafter, model_k: int):
+        self.lookup, self.drafter, self.model_k = lookup, drafter, model_k
 
-    def start(self, ids: torch.Tensor, length: int) -> None:
-        self.lookup.start(ids, length)
-        self.model.start(ids, length)
+    @property
+    def work(self) -> Work:
+        return self.drafter.work
 
-    def propose(self, ids: torch.Tensor, length: int, k: int, watch, policy) -> Proposal:
-        made = self.lookup.propose(ids, length, k, watch, policy)
-        return made if made.count else self.model.propose(ids, length, min(k, self.model_k), watch, policy)
+    @property
+    def model(self):
+        return self.drafter.model
 
-    def keep(self, length: int, written: list[int]) -> None:
-        self.lookup.keep(length, written)
-        self.model.keep(length, written)
+    def start(self, state: State) -> None:
+        self.lookup.start(state)
+        self.drafter.start(state)
 
-    def check(self, made: Proposal) -> None:
-        self.model.check(made)
+    def propose(self, state: State, budget: Budget) -> Proposal:
+        made = self.lookup.propose(state, budget)
+        return made if len(made) else self.drafter.propose(state, Budget(min(budget.depth, self.model_k)))
+
+    def keep(self, state: State, path: list[int], features: tuple) -> None:
+        self.lookup.keep(state, path, features)
+        self.drafter.keep(state, path, features)

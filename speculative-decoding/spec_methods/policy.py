@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from spec_loop import Budget
+
 POLICIES = ("fixed", "heuristic", "confidence", "cost")
 FIRST_K = 5  # where the schedule starts
 THRESHOLD = 0.4  # transformers' default for its confidence threshold
@@ -24,18 +26,18 @@ PROBE_EVERY = 16  # rounds: while nothing is guessed nothing is learnt, so look 
 class FixedK:
     """The same k every round."""
 
-    reads_confidence = False  # whether `enough` looks at the draft's own probability of its guess
-
     def __init__(self, k: int):
-        self.k = k
+        self.most = k
+        self.begin()
 
-    def ahead(self, confident: bool) -> int:
-        """Guesses to ask for in the next round, 0 or more. `confident`: whether `enough` will be asked after each one."""
-        return self.k
+    def begin(self) -> None:
+        """A new text: forget what was learnt from the one before."""
+        self.k = self.most
 
-    def enough(self, confidence: float) -> bool:
-        """Whether to stop drafting after a guess to which the draft gave this probability. The guess itself is kept."""
-        return False
+    def budget(self, confident: bool) -> Budget:
+        """How far the next round may look. `confident`: whether the drafter's guesses carry a probability. A policy that
+        reads it gives `enough`: whether to stop after a guess of that probability, which itself is kept."""
+        return Budget(self.k)
 
     def learn(self, proposed: int, accepted: int) -> None:
         """What came of the round."""
@@ -44,9 +46,8 @@ class FixedK:
 class Schedule(FixedK):
     """transformers' heuristic: two more after a round in which all was accepted, one less after any other, from 1 to k."""
 
-    def __init__(self, k: int):
-        super().__init__(min(FIRST_K, k))
-        self.most = k
+    def begin(self) -> None:
+        self.k = min(FIRST_K, self.most)
 
     def learn(self, proposed: int, accepted: int) -> None:
         if proposed:
@@ -56,11 +57,12 @@ class Schedule(FixedK):
 class Confidence(FixedK):
     """Up to k guesses, but none after one that the draft itself gave less than the threshold (transformers' criterion)."""
 
-    reads_confidence = True
-
     def __init__(self, k: int, threshold: float = THRESHOLD):
         super().__init__(k)
         self.threshold = threshold
+
+    def budget(self, confident: bool) -> Budget:
+        return Budget(self.k, self.enough if confident else None)
 
     def enough(self, confidence: float) -> bool:
         return confidence < self.threshold
@@ -75,16 +77,17 @@ class Cost(FixedK):
     more than the one in hand; a round without guesses is one of the choices.
     """
 
-    reads_confidence = True
-
     def __init__(self, k: int, c: float, v: Callable[[int], float], overhead: float = 0.0):
         super().__init__(k)
         self.passes = [m * c + v(m + 1) + overhead for m in range(k + 1)]
-        self.right, self.judged = PRIOR_ALPHA * PRIOR_WEIGHT, PRIOR_WEIGHT
-        self.offset, self.idle = 0.0, 0
-        self.begin()
 
     def begin(self) -> None:
+        super().begin()
+        self.right, self.judged = PRIOR_ALPHA * PRIOR_WEIGHT, PRIOR_WEIGHT
+        self.offset, self.idle = 0.0, 0
+        self.new_block()
+
+    def new_block(self) -> None:
         """Forget the block in hand."""
         self.reach, self.tokens, self.confidences = 1.0, 1.0, []
 
@@ -107,13 +110,13 @@ class Cost(FixedK):
                 best, rate = m, tokens / self.passes[m]
         return best
 
-    def ahead(self, confident: bool) -> int:
-        self.begin()
+    def budget(self, confident: bool) -> Budget:
+        self.new_block()
         wanted = self.best()
         self.idle = 0 if wanted else self.idle + 1
         if self.idle == PROBE_EVERY:
             self.idle, wanted = 0, min(1, self.k)
-        return self.k if confident and wanted else wanted
+        return Budget(self.k, self.enough) if confident and wanted else Budget(wanted)
 
     def enough(self, confidence: float) -> bool:
         self.reach *= self.acceptance(confidence, len(self.confidences))

@@ -13,10 +13,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from spec_common import UserError, is_out_of_memory
-from spec_models.checks import BLOCK_TOLERANCE, Loaded
-from spec_pass import forward_options
-
-WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")  # what configs call a layer's reach
+from spec_loop import Pass, forward
+from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, vocabulary_rows
 
 
 class RowLayer(DynamicLayer):
@@ -76,28 +74,28 @@ class RowCache(Cache):
         return sum(store.nbytes for layer in self.layers for store in (layer.keys, layer.values)) // self.rows
 
 
-def mask_of(slots: torch.Tensor, end: int, dtype: torch.dtype) -> torch.Tensor:
-    """(rows, 1, q, end): 0 where a query at `slots` (rows, q) sees a slot, minus infinity elsewhere. Each sees itself."""
-    hidden = torch.arange(end, device=slots.device) > slots[:, None, :, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=slots.device).masked_fill_(hidden, -torch.inf)
+def mask_of(model, slots: torch.Tensor, end: int) -> torch.Tensor | dict[str, torch.Tensor]:
+    """(rows, 1, q, end): 0 where a query at `slots` (rows, q) sees a slot, minus infinity elsewhere. Each sees itself, and
+    back as far as its layer's window: layers of several kinds get a mask each, by the kind's name."""
+    places, masks = torch.arange(end, device=slots.device), {}
+    for kind, window in attention_windows(model).items():
+        hidden = places > slots[:, None, :, None]
+        if window is not None:
+            hidden |= places <= slots[:, None, :, None] - window
+        mask = torch.zeros(hidden.shape, dtype=model.dtype, device=slots.device)
+        masks[kind] = mask.masked_fill_(hidden, -torch.inf)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-@torch.inference_mode()
-def feed(model, ids: torch.Tensor, cache: RowCache, slots: torch.Tensor, end: int, keep: int) -> torch.Tensor:
-    """One pass over `slots` of the texts `ids` (rows, room), all of them below `end`: (rows, q), or (1, q) where they are
-    the same in every row. Returns the last `keep` rows of logits, (rows, keep, vocabulary).
+def feed(model, ids: torch.Tensor, cache: RowCache, slots: torch.Tensor, end: int, rows: int) -> Pass:
+    """One pass over `slots` of the texts `ids` (B, room), all of them below `end`: (B, q), or (1, q) where they are the
+    same in every row. Gives the last `rows` rows of logits of each, (B, rows, vocabulary).
 
     A slot may stand twice: a row with less to read than the longest reads its last token again, into the same slot.
     """
     cache.write_at(slots, end)
-    options = forward_options(type(model))
-    keywords = {"cache" if "cache" in options else "past_key_values": cache}
-    if "logits_to_keep" in options:
-        keywords["logits_to_keep"] = keep
-    mask = mask_of(slots, end, model.dtype)
-    return model(
-        ids.gather(1, slots.expand(len(ids), -1)), position_ids=slots, attention_mask=mask, use_cache=True, **keywords
-    ).logits[:, -keep:]
+    tokens = ids.gather(1, slots.expand(len(ids), -1))
+    return forward(model, tokens, cache, rows, position_ids=slots, attention_mask=mask_of(model, slots, end))
 
 
 def read_prompts(model, ids: torch.Tensor, lengths: list[int], room: int) -> RowCache:
@@ -112,29 +110,19 @@ def read_prompts(model, ids: torch.Tensor, lengths: list[int], room: int) -> Row
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def window(model) -> int | None:
-    """How far back the model's layers reach, where some reach less far than the whole text."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds and all(kind == "full_attention" for kind in kinds):
-        return None
-    return min((size for name in WINDOWS if (size := getattr(config, name, None))), default=None)
-
-
 @torch.inference_mode()
 def ragged_error(model) -> float:
     """How far a ragged batch is from single rows, as a share of the logits' spread: two rows, a block that is rejected,
     then one of three tokens for one row and of two for the other."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = vocabulary_rows(model)
     ids = torch.arange(3, 27, device=model.device).view(2, 12).remainder(rows)
     lengths = [9, 4]
     cache = read_prompts(model, ids, lengths, 12)
     starts = torch.tensor(lengths, device=model.device)[:, None] - 1
     steps = torch.arange(3, device=model.device)
     feed(model, ids.flip(1), cache, starts + steps, 11, 3)
-    logits = feed(
-        model, ids, cache, torch.minimum(starts + steps, starts + steps.new_tensor([[2], [1]])), 11, 3
-    ).float()
+    slots = torch.minimum(starts + steps, starts + steps.new_tensor([[2], [1]]))
+    logits = feed(model, ids, cache, slots, 11, 3).logits.float()
     alone = [
         model(ids[b : b + 1, :end], use_cache=False).logits[0, -n:].float()
         for b, (end, n) in enumerate([(11, 3), (5, 2)])
@@ -143,29 +131,19 @@ def ragged_error(model) -> float:
     return float(error / alone[0].std())
 
 
-def check_rows(loaded: Loaded, longest: int) -> None:
-    """One real try: rows of different lengths must give what each gives alone. `longest`: of all texts, in tokens.
-
-    Raises UserError for models that take no mask of ours (ALiBi counted from a mask of ones and zeros, state-space
-    layers), and for sliding windows shorter than the text, which our mask would ignore.
-    """
-    model, reach = loaded.model, window(loaded.model)
-    if reach is not None and longest > reach:
-        raise UserError(
-            f"{loaded.flag} {loaded.name}: layers that look back {reach} tokens cannot serve a batch of texts of up to {longest}; "
-            "lower --n-tokens, give shorter prompts or choose a model with full attention"
-        )
+def check_rows(loaded: Loaded) -> None:
+    """One real try: rows of different lengths must give what each gives alone. Raises UserError for models that take no
+    mask of ours (ALiBi counted from a mask of ones and zeros, state-space layers, attention in chunks)."""
     refusal = UserError(
         f"{loaded.flag} {loaded.name}: rows of different lengths do not give what each gives alone, so this architecture cannot "
         "serve a batch here; choose a Llama or Qwen2, or use spec_decode.py"
     )
     try:
-        error = ragged_error(model)
+        error = ragged_error(loaded.model)
     except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError) as problem:
         if is_out_of_memory(problem):
-            raise UserError(
-                f"{loaded.flag} {loaded.name}: out of memory in a batch of two rows; choose a smaller model"
-            ) from problem
+            where = f"{loaded.flag} {loaded.name}"
+            raise UserError(f"{where}: out of memory in a batch of two rows; choose a smaller model") from problem
         raise refusal from problem
-    if not error <= BLOCK_TOLERANCE.get(model.dtype, 0.25):
+    if not error <= BLOCK_TOLERANCE.get(loaded.model.dtype, 0.25):
         raise refusal

@@ -7,10 +7,11 @@ through one object, so that a test can put every outcome in its place and add up
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from spec_pass import top_tokens
-from spec_rules import Choice, Verdict
+from spec_loop import Choice, Pass, Proposal, Verdict
 
 WIDE = {"mps": torch.float32}  # what probabilities are added up in: float64, which Apple's GPU has not
 
@@ -19,7 +20,12 @@ class Chance:
     """All that is random in a run, from one seed; it never touches torch's own generator, nor is touched by it."""
 
     def __init__(self, seed: int):
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed, self.generator = seed, torch.Generator()
+        self.begin()
+
+    def begin(self) -> None:
+        """A new text of the same seed: the same numbers again."""
+        self.generator.manual_seed(self.seed)
 
     def uniform(self) -> float:
         """From 0 up to, never at, 1, in steps of 2**-53."""
@@ -75,6 +81,13 @@ def overlap(target_probs: torch.Tensor, draft_probs: torch.Tensor | None, guess:
     return float(target_probs[guess] if draft_probs is None else torch.minimum(target_probs, draft_probs).sum())
 
 
+class Child(NamedTuple):
+    """A guess that stands, by its number (None: none does), and the law of what is to be drawn where none does."""
+
+    node: int | None
+    rest: torch.Tensor
+
+
 class Sampled:
     """Draws from the processed law: temperature, then top-k, then top-p; temperature 0 is greedy. `chance` as Chance."""
 
@@ -82,11 +95,14 @@ class Sampled:
         """`temperature` 0 or more; `top_k` 0: all ids, ties at its edge are kept; `top_p` above 0, up to 1: all ids."""
         self.temperature, self.top_k, self.top_p, self.chance = temperature, top_k, top_p, chance
 
+    def begin(self) -> None:
+        self.chance.begin()
+
     def law(self, logits: torch.Tensor) -> torch.Tensor:
         """(n, vocabulary) logits to probabilities, in float32, or float64 where the logits are."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.temperature == 0:
-            return torch.zeros_like(logits).scatter_(-1, top_tokens(logits)[0][..., None], 1)
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
         # The best logit becomes 0 first, so that no temperature, however low, can divide it to infinity.
         lowest = torch.finfo(logits.dtype).tiny
         scaled = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, lowest)
@@ -98,18 +114,31 @@ class Sampled:
 
     def choose(self, logits: torch.Tensor, vocabulary: int | None = None) -> Choice:
         """One id from logits (1, vocabulary), and the law it was drawn from; ids from `vocabulary` up are never drawn."""
-        token, top = top_tokens(logits, vocabulary)
         if self.temperature == 0:
-            return Choice(token, top, None)
+            return Choice(logits[:, :vocabulary].argmax(-1), None)
         law = self.law(logits[..., :vocabulary])[0]
-        return Choice(self.chance.categorical(law), top, law)
+        return Choice(self.chance.categorical(law), law)
 
-    def judge(self, logits: torch.Tensor, guesses: list[int], laws: list) -> Verdict:
-        """`logits` (k+1, vocabulary): row j judges guess j, drawn from laws[j] over the same ids (None: it was certain).
-        The first rejected is replaced from the residual and ends the block; after k accepted the last row gives one more."""
-        probs, tops = self.law(logits), top_tokens(logits)[1].tolist()
-        for place, (guess, law) in enumerate(zip(guesses, laws, strict=True)):
-            if not self.chance.bernoulli(acceptance(probs[place], law, guess)):
-                rest = residual(probs[place], law, guess)
-                return Verdict([*guesses[:place], int(self.chance.categorical(rest))], place, tops)
-        return Verdict([*guesses, int(self.chance.categorical(probs[-1]))], len(guesses), tops)
+    def judge(self, out: Pass, proposal: Proposal) -> Verdict:
+        """Row 0 of `out.logits` says what follows the text, row i + 1 what follows guess i. Below a node the guesses are
+        tried in turn, each drawn from its law (None: it was certain); one that is rejected leaves its residual to the
+        next (SpecInfer's rule, which for a chain is Leviathan's), and what is left at the end gives the target's token."""
+        probs = self.law(out.logits[0])
+        *guesses, finite = torch.cat(
+            [proposal.tokens, torch.stack([out.finite, *proposal.finite]).all()[None]]
+        ).tolist()
+        path, node, rest = [], -1, probs[0]
+        while (child := self.accepted_child(proposal, guesses, node, rest)).node is not None:
+            node = child.node
+            path.append(node)
+            rest = probs[node + 1]
+        return Verdict(path, int(self.chance.categorical(child.rest)), guesses, bool(finite))
+
+    def accepted_child(self, proposal: Proposal, guesses: list[int], node: int, rest: torch.Tensor) -> Child:
+        """The first guess below `node` that stands, and what is left of the target's law (vocabulary,) behind the others."""
+        for child in proposal.children(node):
+            guess, law = guesses[child], proposal.laws[child]
+            if self.chance.bernoulli(acceptance(rest, law, guess)):
+                return Child(child, rest)
+            rest = residual(rest, law, guess)
+        return Child(None, rest)

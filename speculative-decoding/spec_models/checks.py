@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spec_common import UserError, dtype_name, first_line, is_out_of_memory, say
-from spec_pass import forward, new_cache, rollback
+from spec_loop import forward, keep_slots, new_cache
 
 # A block of tokens on a warm cache must give the logits of one pass over everything, to within rounding: this share of
 # their spread. Wrong models (state-space layers that drop their state) are off by more than the spread itself.
@@ -75,14 +75,14 @@ def check_blocks(loaded: Loaded) -> None:
     ids = torch.arange(3, 13, device=model.device).remainder(rows)[None]
     try:
         with torch.inference_mode():
-            whole = forward(model, ids, new_cache(model), 4).float()
+            whole = forward(model, ids, new_cache(model), 4).logits.float()
             cache = new_cache(model)
-            forward(model, ids[:, :6], cache, 1)
+            forward(model, ids[:, :6], cache)
             if cache.get_seq_length() != 6:
                 raise refusal
-            forward(model, ids.flip(1)[:, :9], cache, 1)
-            rollback(cache, 6)
-            block = forward(model, ids, cache, 4).float()
+            forward(model, ids.flip(1)[:, 6:9], cache)
+            keep_slots(cache, 6)
+            block = forward(model, ids[:, 6:], cache, 4).logits.float()
     except (UserError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
         if is_out_of_memory(error):
             raise UserError(
@@ -95,6 +95,18 @@ def check_blocks(loaded: Loaded) -> None:
         )
     if (block - whole).abs().max() > BLOCK_TOLERANCE.get(model.dtype, 0.25) * whole.std():
         raise refusal
+
+
+def attention_windows(model) -> dict[str, int | None]:
+    """How far back each kind of layer looks, in tokens (None: all the way), by the name that its config gives the kind.
+    One entry where all layers are alike."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    if window is None or not kinds:
+        return {"full_attention": window}
+    found = {kind: window if kind.startswith("sliding") else None for kind in kinds}
+    return found if len(found) > 1 else {"full_attention": next(iter(found.values()))}
 
 
 def meaning(tokenizer, token: str, token_id: int) -> str:

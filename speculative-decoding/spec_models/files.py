@@ -19,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from spec_common import HERE, Help, Parser, UserError, command
+from spec_cli import Help, Parser, command
+from spec_common import HERE, UserError
 from spec_models.embedded import ensure_target
 
 FORMAT = 1

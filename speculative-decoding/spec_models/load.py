@@ -12,7 +12,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
-from spec_common import HERE, UserError, first_line, is_out_of_memory, reachable, say
+from spec_cli import reachable
+from spec_common import HERE, UserError, first_line, is_out_of_memory, say
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded
 from spec_models.embedded import MANIFEST, ensure_target, load_gguf, sha256

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer
 
-from spec_common import HERE, Help, Parser, UserError, command, reachable
+from spec_cli import Help, Parser, command, reachable
+from spec_common import HERE, UserError
 
 SHIPPED_LIST = HERE / "drafts" / "frequent_ids.json"
 BYTES_AT_A_TIME = 1 << 20  # of a text: tokenizers slow down on one very long string

@@ -8,7 +8,7 @@ import torch
 import tiny
 from spec_harness import cells
 from spec_harness.cells import Mismatch, check_exact, compare
-from spec_pass import DecodingError, check_finite
+from spec_loop import DecodingError, check_finite
 
 PLACE = 5
 

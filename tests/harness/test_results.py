@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from spec_common import UserError, command
+from spec_cli import command
+from spec_common import UserError
 from spec_harness import results as result_files
 from spec_harness.results import SCHEMA_VERSION, ResultFile, environment, plain, settings, shown_command, write_json
 

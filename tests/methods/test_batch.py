@@ -20,12 +20,12 @@ from spec_harness import batches
 from spec_harness.batch_costs import pass_seconds, predicted_speedup
 from spec_harness.batches import Requests, pooled
 from spec_harness.cells import Mismatch, counts
+from spec_loop import DecodingError
 from spec_methods import batch as batch_loop
 from spec_methods.batch import BatchDrafter
 from spec_methods.rows import RowCache, check_rows, feed, mask_of, read_prompts
 from spec_models.checks import Loaded
 from spec_models.vocab import cut_head
-from spec_pass import DecodingError
 
 LONGEST = 20
 # Ids 0 and 2 are what a tokenizer calls pad and end: in a prompt they are text, and a mask must not look at them.

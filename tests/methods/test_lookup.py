@@ -16,10 +16,9 @@ from spec_common import unwatched
 from spec_harness.cells import counts, model_drafter
 from spec_harness.reference import RoundLengths, prompt_lookup_rounds, run_prompt_lookup
 from spec_harness.theory import interpolated
-from spec_loop import LOOPS
+from spec_loop import LOOPS, DecodingError, forward
 from spec_methods.lookup import MATCHES, HybridDrafter, LookupDrafter
 from spec_methods.policy import FixedK
-from spec_pass import DecodingError, forward
 from workloads import WORKLOADS
 
 TARGET = tiny.llama()

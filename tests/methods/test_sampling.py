@@ -16,16 +16,14 @@ import torch
 import spec_sampling
 import tiny
 from enumerate_law import Branches, Grid, Remembered, Table, law_of, processed, total_variation, true_law
-from spec_drafters import ModelDrafter
 from spec_harness import law
 from spec_harness.cells import run_baseline, run_speculative
+from spec_loop import Choice, DecodingError, Greedy, ModelDrafter, Verdict
 from spec_methods import sampled
 from spec_methods.lookup import HybridDrafter, LookupDrafter
 from spec_methods.policy import Confidence
 from spec_methods.sampled import Chance, Sampled, acceptance, residual
 from spec_models.vocab import cut_head
-from spec_pass import DecodingError
-from spec_rules import Choice, Greedy, Verdict
 
 PROMPT = (1, 0, 2)
 PLAIN = (1.0, 0, 1.0)  # temperature, top-k, top-p

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
-from spec_loop import LOOPS
+from spec_loop import LOOPS, forward, new_cache, rollback
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks, context_limit
 from spec_models.fused import FIRST_ROOM, FusedCache, FusedLlama, supported
 from spec_models.linear import KINDS, pass_weights, works
-from spec_pass import forward, new_cache, rollback
 
 PACKED = [kind for kind in KINDS if works(kind)]
 LENGTH = 600  # past the first room (256) and past the doubled one (512)

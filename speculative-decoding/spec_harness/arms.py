@@ -1,0 +1,118 @@
+"""The two arms of every experiment: the target alone, and speculation by some method, each on the clock.
+
+A free run has two synchronisations around its decoding and gives the speed; a watched run has a clock at every phase and
+says where the time went. A run sets itself up (prefill, the drafter's too) outside the clock of its decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from spec_common import Watch, timed, unwatched
+from spec_loop import Decoded, Greedy, ModelDrafter, baseline, prefill, speculate
+from spec_methods.policy import FixedK
+from spec_models.checks import vocabulary_rows
+
+
+@dataclass
+class Task:
+    """What is to be written: how many tokens after one prompt, (1, n) on the target's device, by which loop.
+
+    `ends`: ids that end a text. `limit`: the longest text that all models are defined for.
+    """
+
+    target: torch.nn.Module
+    prompt: torch.Tensor
+    n_tokens: int
+    loop: str = "lean"
+    ends: frozenset[int] = frozenset()
+    limit: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.prompt.device
+
+    @property
+    def context(self) -> int:
+        """Tokens in the cache halfway through the text: where costs are measured."""
+        return self.prompt.shape[1] + self.n_tokens // 2
+
+
+@dataclass
+class Method:
+    """How it is written: what guesses, what stands, how far to look (see spec_loop). Made once, begun anew by every run."""
+
+    drafter: object
+    policy: object
+    rule: object = field(default_factory=Greedy)
+
+    @property
+    def k(self) -> int:
+        """The most guesses, one after the other, that a round may ask for."""
+        return self.policy.most
+
+
+def draft_model(task: Task, draft, k: int, rule=None) -> Method:
+    """The plain method: `draft` guesses k tokens a round, each in a pass of its own."""
+    rule = rule or Greedy()
+    drafter = ModelDrafter(draft, vocabulary_rows(task.target), read_last=task.loop == "essay", rule=rule)
+    return Method(drafter, FixedK(k), rule)
+
+
+class Run(NamedTuple):
+    """What was written, the seconds of the prefill, those of the decoding, and the clock of a watched run."""
+
+    done: Decoded
+    prefill_s: float
+    seconds: float
+    watch: Watch | None = None
+
+    @property
+    def whole_s(self) -> float:
+        """End to end: prefill and decoding."""
+        return self.prefill_s + self.seconds
+
+
+def on_the_clock(task: Task, start, decode, watched: bool) -> Run:
+    """`start()` gives the state after prefill, `decode(state)` what was written; the one is timed apart from the other."""
+    state, prefill_s = timed(start, task.device)
+    watch = Watch(task.device) if watched else None
+    state.watch = watch or unwatched
+    done, seconds = timed(lambda: decode(state), task.device)
+    return Run(done, prefill_s, seconds, watch)
+
+
+def run_baseline(task: Task, rule=None, watched: bool = False) -> Run:
+    """The target alone; greedy unless a rule is given."""
+    rule = rule or Greedy()
+    rule.begin()
+    return on_the_clock(
+        task,
+        lambda: prefill(task.target, task.prompt, task.n_tokens),
+        lambda state: baseline(task.target, state, task.n_tokens, rule, task.ends),
+        watched,
+    )
+
+
+def run_speculative(task: Task, method: Method, watched: bool = False, go_on: bool = False) -> Run:
+    """Speculation. `go_on`: the policy keeps what it has learnt from the text before."""
+    drafter, policy, rule = method.drafter, method.policy, method.rule
+    rule.begin()
+    if not go_on:
+        policy.begin()
+
+    def start():
+        state = prefill(task.target, task.prompt, task.n_tokens, drafter.taps)
+        drafter.start(state)
+        return state
+
+    options = {"loop": task.loop, "ends": task.ends, "limit": task.limit}
+    return on_the_clock(
+        task,
+        start,
+        lambda state: speculate(task.target, drafter, state, task.n_tokens, rule, policy, **options),
+        watched,
+    )
