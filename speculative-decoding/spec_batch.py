@@ -202,11 +202,8 @@ def parse_args(argv):
     )
     parser.add_argument("-k", "--k", type=at_least(1, 1024), default=5, help="guesses a round, for every row")
     args = parser.parse_args(argv)
-    if args.draft_pass == "fused":
-        raise UserError("--draft-pass fused: serves one row alone; leave it out for a batch")
     if args.loop != "lean":
         raise UserError(f"--loop {args.loop}: a batch is decoded by the lean loop; leave it out")
-    args.draft_pass = "plain"
     return args
 
 

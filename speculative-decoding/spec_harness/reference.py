@@ -102,10 +102,11 @@ def assistant_config(k: int) -> GenerationConfig:
 
 
 def generated(task: Task, streamer: RoundLengths | None, **options) -> tuple[tuple[Decoded, float], float]:
-    """One greedy `generate` with those further options. Returns as `run_generate`."""
-    with generation_config(task.target, plain_config(task.n_tokens, task.ends)):
+    """One greedy `generate` with those further options, on transformers' own form of the target. Returns as `run_generate`."""
+    target = getattr(task.target, "plain", None) or task.target
+    with generation_config(target, plain_config(task.n_tokens, task.ends)):
         write = partial(
-            task.target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options
+            target.generate, task.prompt, attention_mask=torch.ones_like(task.prompt), streamer=streamer, **options
         )
         written, seconds = timed(write, task.device)
     rounds = streamer.rounds if streamer else []
@@ -120,7 +121,7 @@ def run_generate(
     rounds are counted where a streamer listens, which timed runs leave out."""
     # A model that drafts for itself needs a second generation config: a shallow copy has one and shares the weights.
     draft = task.draft if task.plain_draft is None else task.plain_draft
-    draft = copy.copy(draft) if draft is task.target else draft
+    draft = copy.copy(draft) if draft in (task.target, getattr(task.target, "plain", None)) else draft
     options = {"assistant_model": draft} if assisted else {}
     with generation_config(draft, assistant_config(task.k)), same_width(draft, task.target):
         return generated(task, streamer, **options)

@@ -469,7 +469,6 @@ def test_room_for_a_batch_grows_with_its_rows():
     [
         (["--batches", "0"], "'0' is not a whole number of 1 or more"),
         (["--batches", "4096"], "a batch larger than the prompts (the workloads give "),
-        (["--draft-pass", "fused"], "--draft-pass fused: serves one row alone"),
         (["--loop", "essay"], "--loop essay: a batch is decoded by the lean loop"),
         (["-k", "0"], "-k/--k"),
         (["--prompt-file", "/no/such/file.jsonl"], "--prompt-file file.jsonl"),
