@@ -305,15 +305,12 @@ def parse_args(argv):
 
 def check_args(args):
     """What a batch cannot do. Raises UserError."""
-    if args.draft_pass == "fused":
-        raise UserError("--draft-pass fused: serves one row alone; leave it out for a batch")
     if args.loop != "lean":
         raise UserError(f"--loop {args.loop}: a batch is decoded by the lean loop; leave it out")
     if args.k_policy == "cost":
         raise UserError(
             "--k-policy cost: knows what single requests cost; choose fixed, heuristic or confidence for a batch"
         )
-    args.draft_pass = "plain"
     return args
 
 

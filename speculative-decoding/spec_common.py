@@ -7,6 +7,7 @@ queues work, so an unsynchronised timer measures how fast Python queued it), and
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import sys
@@ -15,7 +16,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+
+def limit_spinning() -> None:
+    """Let OpenMP's threads sleep soon after they find no work, unless the user has said how. Spinning threads fight every
+    other busy process for its core. Read when torch is loaded, so it stands before that import."""
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = "20000"
+
+
+limit_spinning()
+
+import torch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

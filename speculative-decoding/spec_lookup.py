@@ -243,6 +243,7 @@ def parse_args(argv):
         default=MATCHES[0],
         help="which of several matches is copied; first: as `generate` does",
     )
+    parser.set_defaults(keep_plain=True)  # transformers' own look-up is an arm of every run
     return parser.parse_args(argv)
 
 

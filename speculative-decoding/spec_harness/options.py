@@ -16,7 +16,7 @@ from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
 from spec_models.checks import Loaded, check_room, context_limit, end_ids, prompt_ids
-from spec_models.pairs import DRAFT_PASSES, PAIRS, form, load_pair
+from spec_models.pairs import PAIRS, PASSES, form, load_pair
 from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
 
 
@@ -32,7 +32,7 @@ def add_task_options(parser) -> None:
 
 
 def add_draft_options(parser) -> None:
-    """The form in which a draft runs: neither can change the text."""
+    """The draft's head, and the form of pass of both models."""
     parser.add_argument(
         "--draft-vocab",
         type=at_least(0),
@@ -43,8 +43,8 @@ def add_draft_options(parser) -> None:
         "--draft-vocab-text", type=Path, metavar="FILE", help="count those ids in a text; left out: the list that ships"
     )
     parser.add_argument(
-        "--draft-pass", choices=DRAFT_PASSES, default="auto",
-        help="fused: a draft's Llama layers with fewer operators; plain: as transformers runs them; auto: fused on a CPU",
+        "--pass", dest="pass_form", choices=PASSES, default="auto",
+        help="of target and draft. fused: Llama's layers with fewer operators; plain: as transformers runs them; auto: fused on a CPU where both can",
     )  # fmt: skip
 
 

@@ -12,6 +12,9 @@ from spec_loop import forward, keep_slots, new_cache
 # A block of tokens on a warm cache must give the logits of one pass over everything, to within rounding: this share of
 # their spread. Wrong models (state-space layers that drop their state) are off by more than the spread itself.
 BLOCK_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.25, torch.bfloat16: 0.25}
+# A row alone against the same row in a block of four, in float32: rounding changes a logit by 1e-5 of their spread, a layer
+# that scales its input over the whole block (8-bit weights quantised dynamically) by a hundred times that and more.
+ROW_TOLERANCE = 0.001
 
 
 @dataclass
@@ -83,6 +86,8 @@ def check_blocks(loaded: Loaded) -> None:
             forward(model, ids.flip(1)[:, 6:9], cache)
             keep_slots(cache, 6)
             block = forward(model, ids[:, 6:], cache, 4).logits.float()
+            keep_slots(cache, 9)
+            alone = forward(model, ids[:, 9:], cache).logits.float()
     except (UserError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
         if is_out_of_memory(error):
             raise UserError(
@@ -93,8 +98,18 @@ def check_blocks(loaded: Loaded) -> None:
         raise UserError(
             f"{loaded.flag} {loaded.name}: logits are not finite in {dtype_name(model.dtype)} on {model.device}; try --dtype float32 or bfloat16"
         )
+    if whole.std() == 0:
+        raise UserError(
+            f"{loaded.flag} {loaded.name}: all logits are equal in {dtype_name(model.dtype)}, which is no text: "
+            "its weights are too small for that dtype, or empty; try --dtype float32 --cpu-linear plain"
+        )
     if (block - whole).abs().max() > BLOCK_TOLERANCE.get(model.dtype, 0.25) * whole.std():
         raise refusal
+    if model.dtype == torch.float32 and (block[0, -1] - alone[0, -1]).abs().max() > ROW_TOLERANCE * whole.std():
+        raise UserError(
+            f"{loaded.flag} {loaded.name}: a token's logits depend on the tokens beside it in the block (layers quantised "
+            "dynamically scale over all of them), so blocks cannot be checked; choose it unquantised"
+        )
 
 
 def attention_windows(model) -> dict[str, int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import socket
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
 from spec_cli import reachable
-from spec_common import HERE, UserError, first_line, is_out_of_memory, say
+from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, say
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded
 from spec_models.embedded import MANIFEST, ensure_target, load_gguf, sha256
@@ -22,6 +23,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 EMBEDDED = "smollm2"
+SHARE_KEY_HEADS = "TRANSFORMERS_SDPA_FORCE_GQA"
 # Shapes that `--random-weights` knows without a hub: the published configs of the essay's family.
 SHIPPED_CONFIGS = {path.parent.name: path.parent for path in (HERE / "spec_models" / "configs").glob("*/config.json")}
 
@@ -108,6 +110,15 @@ def read_config(where: str, name: str, flag: str, revision: str | None, trust: b
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
+def share_key_heads(device: torch.device) -> bool:
+    """Have transformers' attention on a CPU look at each key head once for all queries that share it, unless the user has
+    said otherwise: with several rows and a mask it copies keys and values once per query head instead. The same for every
+    arm and kind of linear layer; whether it is on goes into the result file."""
+    if device.type == "cpu":
+        os.environ.setdefault(SHARE_KEY_HEADS, "1")
+    return os.environ.get(SHARE_KEY_HEADS) == "1"
+
+
 def parameter_bytes(config, dtype: torch.dtype, trust: bool) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
@@ -157,9 +168,8 @@ def load_random(name: str, flag: str, device: torch.device, dtype: torch.dtype, 
         model = random_model(config, device, dtype, trust)
     except (ValueError, RuntimeError) as error:
         raise explain(error, name, flag) from error
-    return Loaded(
-        model.eval(), None, name, flag, {"name": name, "weights": "random", "parameters": model.num_parameters()}
-    )
+    about = {"name": name, "weights": "random", "parameters": model.num_parameters()}
+    return Loaded(model.eval(), None, name, flag, {**about, "shared_key_heads": share_key_heads(device)})
 
 
 def weights_about(where: str, config) -> dict:
@@ -208,17 +218,52 @@ def load(
             ) from error
         raise explain(error, name, flag) from error
     shown = Path(where).name if Path(where).exists() and name != EMBEDDED else name  # no home folder in a result file
+    damaged = cpu_linear.first_not_finite(model)
+    if damaged is not None:
+        raise UserError(
+            f"{flag} {shown}: {damaged} holds values that are not finite in {dtype_name(dtype)}; the checkpoint is damaged "
+            "(fetch it anew) or needs another --dtype"
+        )
     return Loaded(
         model.eval(),
         tokenizer,
         shown,
         flag,
-        {"name": shown, **weights_about(where, config), "parameters": model.num_parameters()},
+        {
+            "name": shown,
+            **weights_about(where, config),
+            "parameters": model.num_parameters(),
+            "shared_key_heads": share_key_heads(device),
+        },
     )
 
 
 def linear_kind(args, device: torch.device, dtype: torch.dtype) -> str:
+    """The kind of linear layers that --cpu-linear means here, with a remark where the dtype is emulated. Raises UserError."""
     try:
-        return cpu_linear.choose(args.cpu_linear, device, dtype)
+        kind = cpu_linear.choose(args.cpu_linear, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
+    factor = cpu_linear.emulation_factor(device, dtype)
+    if factor is not None:
+        say(
+            f"--dtype {dtype_name(dtype)}: this processor has no instructions for it; emulated, a product takes "
+            f"{factor:.1f} times as long as in float32"
+        )
+    return kind
+
+
+def pack_linear(loaded: Loaded, kind: str, done: dict | None = None) -> None:
+    """Pack a model's linear layers in place, in transformers' own form too where that is kept; what stays plain is
+    counted and said. `done`: as in linear.pack. Raises UserError."""
+    forms = [loaded.model] if loaded.plain in (None, loaded.model) else [loaded.model, loaded.plain]
+    try:
+        left = cpu_linear.pack(forms, kind, done)
+    except UserError as error:
+        raise UserError(f"{loaded.flag} {loaded.name}: {error}") from error
+    loaded.about["plain_linears"] = len(left)
+    if left:
+        say(
+            f"{loaded.flag} {loaded.name}: {len(left)} linear layers stay plain, the first {left[0]}: half precision "
+            "cannot hold their weights"
+        )

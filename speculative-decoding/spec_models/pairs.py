@@ -1,8 +1,8 @@
 """A target and its drafts: each draft by its name, in the form in which it runs, checked against the target.
 
 A draft's name is a hub id, a folder, a `.gguf` file, a file of drafts/ by its name, or `cut:0,1,29` (those layers of the
-target, with its own embedding and head). Its form: with the whole head or the frequent ids alone, and run by transformers'
-own code or fused. Neither can change the text, only which guesses are made and what they cost.
+target, with its own embedding and head). Its head: the whole, or the frequent ids alone. The form of the pass is one for
+target and drafts, transformers' own code or fused: costs of two forms say nothing of one another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks, check_same_tokenizer
 from spec_models.embedded import sha256
 from spec_models.files import belongs_to, build_draft
-from spec_models.load import EMBEDDED, linear_kind, load
+from spec_models.load import EMBEDDED, linear_kind, load, pack_linear
 from spec_models.vocab import cut_head, frequent_ids
 
 # The drafts that the repository ships for the embedded target, each one small file; and untrained layers of the target.
@@ -35,7 +35,7 @@ PAIRS = {
     "smollm2": (EMBEDDED, "draft-s"),
     "essay": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
 }
-DRAFT_PASSES = ("auto", "fused", "plain")
+PASSES = ("auto", "fused", "plain")
 
 
 # ------------------------------------------------------------------------------------------------------------ by name
@@ -120,26 +120,11 @@ def load_draft(
 # ------------------------------------------------------------------------------------------------------------ its form
 
 
-def head_twin(model):
-    """A shallow copy of a model that shares everything with it but the way to its head: a new head of the twin is not one
-    of the original."""
-    head = model.get_output_embeddings()
-    way = next(name for name, module in model.named_modules() if module is head).split(".")[:-1]
-    twin = parent = copy.copy(model)
-    twin._modules = dict(model._modules)
-    for part in way:
-        child = copy.copy(parent._modules[part])
-        child._modules = dict(child._modules)
-        parent._modules[part] = child
-        parent = child
-    return twin
-
-
 def with_cut_head(target: Loaded, draft: Loaded, size: int, text_file) -> Loaded:
     """The draft with a head of the `size` most frequent ids; the original keeps its own. Raises UserError."""
     if draft.model is target.model:
         raise UserError("--draft-vocab: a model that drafts for itself keeps its whole head; leave the option out")
-    twin = head_twin(draft.model)
+    twin = cpu_linear.twin(draft.model)
     rows = target.model.get_input_embeddings().weight.shape[0]
     # Random weights have no tokenizer, and need none: what the ids say does not change what a pass costs.
     ids = range(rows) if draft.tokenizer is None else frequent_ids(draft.tokenizer, text_file)
@@ -149,35 +134,50 @@ def with_cut_head(target: Loaded, draft: Loaded, size: int, text_file) -> Loaded
     return replace(draft, model=twin, about={**draft.about, "draft_vocab": len(kept), "draft_vocab_sha256": digest})
 
 
-def run_fused(target: Loaded, draft: Loaded, asked: str) -> bool:
-    """Whether the draft runs fused: where that is asked for, and of itself on a CPU where it can. Raises UserError."""
-    can = draft.model is not target.model and fused.supported(draft.model)
-    if asked == "fused" and not can:
-        raise UserError(
-            f"--draft-pass fused: {draft.name} is no Llama or Qwen2 on one device, or the target itself; leave it at auto"
-        )
-    return asked == "fused" or (asked == "auto" and can and draft.model.device.type == "cpu")
-
-
 def in_form(args, target: Loaded, draft: Loaded, size: int | None) -> Loaded:
-    """The draft as it will run. `size` of its head: None is the draft's own choice, 0 the whole."""
-    plain, size = draft.model, draft.about.get("draft_vocab", 0) if size is None else size
-    draft = (
-        with_cut_head(target, draft, size, args.draft_vocab_text)
-        if size
-        else replace(draft, about={**draft.about, "draft_vocab": 0})
-    )
-    is_fused = run_fused(target, draft, args.draft_pass)
-    model = fused.FusedLlama(draft.model).eval() if is_fused else draft.model
-    about = {**draft.about, "draft_pass": "fused" if is_fused else "plain"}
-    keeps_plain = getattr(args, "vs_transformers", False)  # what transformers' own `generate` can draft with
-    return replace(draft, model=model, about=about, plain=plain if keeps_plain else None)
+    """The draft with the head that it will run with. `size`: None is the draft's own choice, 0 the whole."""
+    size = draft.about.get("draft_vocab", 0) if size is None else size
+    if not size:
+        return replace(draft, about={**draft.about, "draft_vocab": 0})
+    cut = with_cut_head(target, draft, size, args.draft_vocab_text)
+    return replace(cut, plain=draft.model if keeps_plain(args) else None)
+
+
+def keeps_plain(args) -> bool:
+    """Whether transformers' own form stays in memory beside a fused one: for its `generate`, as further arms. Packed, the
+    joined matrices take their memory twice then."""
+    return getattr(args, "vs_transformers", False) or getattr(args, "keep_plain", False)
+
+
+def run_fused(asked: str, models: list[Loaded]) -> bool:
+    """Whether all of them run fused: where that is asked for, and of itself on a CPU where each can. Raises UserError."""
+    unfit = next((one for one in models if not fused.supported(one.model)), None)
+    if asked == "fused" and unfit is not None:
+        raise UserError(
+            f"--pass fused: {unfit.name} is no Llama or Qwen2 with plain linear layers on one device; leave it at auto"
+        )
+    return asked == "fused" or (asked == "auto" and unfit is None and models[0].model.device.type == "cpu")
+
+
+def set_passes(args, models: list[Loaded]) -> None:
+    """Put target and drafts into one form of pass, in place. A model that two of them are is fused once."""
+    is_fused, made = run_fused(args.pass_form, models), {}
+    for one in models:
+        one.about["pass"] = "fused" if is_fused else "plain"
+        if not is_fused:
+            continue
+        plain = one.model
+        if id(plain) not in made:
+            made[id(plain)] = (plain, fused.FusedLlama(plain).eval())
+        one.model = made[id(plain)][1]
+        one.plain = (one.plain or plain) if keeps_plain(args) else None
+        object.__setattr__(one.model, "plain", one.plain)  # not registered: no part of the fused model
 
 
 def form(draft: Loaded) -> str:
     """The draft's name with its form, for a script's first line."""
     size = draft.about.get("draft_vocab")
-    return f"{draft.name} ({draft.about['draft_pass']} pass, {f'head of the {size} most frequent ids' if size else 'whole head'})"
+    return f"{draft.name} ({draft.about['pass']} pass, {f'head of the {size} most frequent ids' if size else 'whole head'})"
 
 
 def versions(args, target: Loaded, draft: Loaded, heads: list[int | None]) -> list[Loaded]:
@@ -193,14 +193,17 @@ def versions(args, target: Loaded, draft: Loaded, heads: list[int | None]) -> li
 
 
 def pack(args, target: Loaded, drafts: list[Loaded], kind: str) -> None:
-    """Pack all linear layers once, and try every model out. Raises UserError."""
+    """One form of pass for all of them, all linear layers packed once, and every model tried out. Raises UserError."""
     if args.draft_vocab_text is not None and not any(one.about["draft_vocab"] for one in drafts):
         raise UserError("--draft-vocab-text: no head is cut; say how many ids with --draft-vocab N, or leave it out")
-    every = [target, *drafts]
-    cpu_linear.pack([*(one.model for one in every), *(one.plain for one in every if one.plain is not None)], kind)
+    every, done, tried = [target, *drafts], {}, {}
+    set_passes(args, every)
     for one in every:
+        pack_linear(one, kind, done)
         check_blocks(one)
-        one.about.update(dtype=dtype_name(one.model.dtype), cpu_linear=kind)
+        if id(one.model) not in tried:
+            tried[id(one.model)] = fused.prove_rows(one.model) if one.about["pass"] == "fused" else 0
+        one.about.update(dtype=dtype_name(one.model.dtype), cpu_linear=kind, rows_independent=tried[id(one.model)])
 
 
 def load_pair(

@@ -12,12 +12,12 @@ import torch
 import transformers as T
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spec_harness.batch_costs import pass_seconds, predicted_speedup
 
 import spec_batch
 import tiny
 from spec_common import UserError
 from spec_harness import batches
-from spec_harness.batch_costs import pass_seconds, predicted_speedup
 from spec_harness.batches import Requests, pooled
 from spec_harness.cells import Mismatch, counts
 from spec_loop import DecodingError
@@ -469,7 +469,6 @@ def test_room_for_a_batch_grows_with_its_rows():
     [
         (["--batches", "0"], "'0' is not a whole number of 1 or more"),
         (["--batches", "4096"], "a batch larger than the prompts (the workloads give "),
-        (["--draft-pass", "fused"], "--draft-pass fused: serves one row alone"),
         (["--loop", "essay"], "--loop essay: a batch is decoded by the lean loop"),
         (["-k", "0"], "-k/--k"),
         (["--prompt-file", "/no/such/file.jsonl"], "--prompt-file file.jsonl"),

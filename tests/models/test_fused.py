@@ -1,4 +1,4 @@
-"""A fused draft computes what the plain model computes, however the text is split, and leaves the model it came from alone."""
+"""A fused model computes what the plain model computes, however the text is split, and leaves the model it came from alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
-from spec_loop import LOOPS, forward, new_cache, rollback
+from spec_loop import LOOPS, forward, keep_slots, new_cache
+from spec_methods.rows import check_rows, feed, read_prompts
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks, context_limit
 from spec_models.fused import FIRST_ROOM, FusedCache, FusedLlama, supported
@@ -100,7 +101,7 @@ def test_any_split_with_wrong_guesses_taken_back_gives_the_plain_logits(name, dt
         assert_near(forward(fused, TEXT[:, :length], cache, keep)[0], whole[length - keep : length])
         if wrong:
             forward(fused, torch.cat([TEXT[:, :length], 63 - TEXT[:, :wrong]], dim=1), cache, 1)
-        rollback(cache, length)
+        keep_slots(cache, length)
         assert cache.get_seq_length() == length
 
 
@@ -130,6 +131,151 @@ def test_keys_stay_where_they_are_until_the_room_is_full():
     assert len(set(places)) == 2
 
 
+# ------------------------------------------------------------------------------------------- text, positions, trees, taps
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_greedy_text_is_generates_own(name):
+    model, fused, _ = made(name)
+    prompt = TEXT[:, :7]
+    with torch.inference_mode():
+        written = model.generate(prompt, do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0)[0]
+        cache, ids = new_cache(fused), prompt
+        while ids.shape[1] < 47:
+            token = fused(ids[:, cache.get_seq_length() :], cache, logits_to_keep=1).logits[0, -1].argmax()
+            ids = torch.cat([ids, token.view(1, 1)], dim=1)
+    assert len(set(written.tolist())) > 10, "a text of one token hides faults"
+    assert ids[0].tolist() == written.tolist()
+
+
+TREE = (-1, 0, 0, 1, 1, 2, 4, 4)  # the parent of each node; the first is the root
+PATHS = ([0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 1, 4, 6], [0, 1, 4, 7])
+NODES = torch.tensor([[9, 4, 51, 33, 8, 20, 61, 2]])
+
+
+def tree_mask(length: int) -> torch.Tensor:
+    mask = torch.zeros(1, 1, len(TREE), length + len(TREE), dtype=torch.bool)
+    mask[..., :length] = True
+    for node, path in enumerate(PATHS):
+        mask[0, 0, node, [length + one for one in path]] = True
+    return mask
+
+
+def tree_pass(fused, length: int, additive: bool = False):
+    """A cache of `length` tokens and the tree behind them, and the logits of every node."""
+    cache = new_cache(fused)
+    forward(fused, TEXT[:, :length], cache, 1)
+    positions, mask = torch.tensor([[length + len(path) - 1 for path in PATHS]]), tree_mask(length)
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    with torch.inference_mode():
+        return cache, fused(NODES, cache, position_ids=positions, attention_mask=mask).logits[0]
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("length", [5, FIRST_ROOM - 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_node_of_a_tree_gets_the_logits_of_its_path_run_alone(name, length, additive):
+    model, fused, _ = made(name)
+    _, rows = tree_pass(fused, length, additive)
+    for node, path in enumerate(PATHS):
+        with torch.inference_mode():
+            alone = model(torch.cat([TEXT[:, :length], NODES[:, path]], dim=1), use_cache=False).logits[0, -1]
+        assert_near(rows[node], alone)
+
+
+@pytest.mark.parametrize("path", [*PATHS, []], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "one key head"])
+def test_a_path_kept_by_gather_goes_on_as_if_nothing_else_had_been_there(name, path):
+    model, fused, _ = made(name)
+    length = FIRST_ROOM - 3
+    cache, _ = tree_pass(fused, length)
+    cache.keep(length, [length + node for node in path])
+    assert cache.get_seq_length() == length + len(path)
+    ids = torch.cat([TEXT[:, :length], NODES[:, path], TEXT[:, 300:304]], dim=1)
+    with torch.inference_mode():
+        assert_near(forward(fused, ids, cache, 4)[0], model(ids, use_cache=False).logits[0, -4:])
+
+
+def test_a_path_that_lies_there_already_is_not_copied():
+    _, fused, _ = made("llama")
+    cache, _ = tree_pass(fused, 5)
+    cache.store.index_select = None  # a copy would need it
+    before = cache.store.clone()
+    cache.keep(5, [5, 6])
+    assert cache.length == 7 and torch.equal(cache.store, before)
+    cache.keep(5)
+    assert cache.length == 5
+
+
+@pytest.mark.parametrize(("length", "path"), [(14, ()), (5, (4,)), (5, (7, 6)), (5, (6, 6)), (5, (13,)), (-1, ())])
+def test_slots_that_cannot_be_kept_are_refused(length, path):
+    _, fused, _ = made("llama")
+    cache, _ = tree_pass(fused, 5)
+    with pytest.raises(ValueError, match="cannot be kept"):
+        cache.keep(length, path)
+
+
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (1,), (2,), (0,), ()])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_hidden_states_are_those_of_transformers_where_asked_for(name, wanted):
+    model, fused, _ = made(name)
+    with torch.inference_mode():
+        theirs = model(TEXT[:, :20], use_cache=False, output_hidden_states=True).hidden_states
+        cache = new_cache(fused)
+        fused(TEXT[:, :12], cache)
+        out = fused(TEXT[:, 12:20], cache, logits_to_keep=2, output_hidden_states=wanted)
+    assert out.logits.shape[1] == 2
+    if not wanted:
+        assert out.hidden_states is None
+        return
+    assert len(out.hidden_states) == len(theirs) == 3
+    for index, (mine, whole) in enumerate(zip(out.hidden_states, theirs, strict=True)):
+        if index in wanted:
+            assert_near(mine, whole[:, 12:])
+        else:
+            assert mine is None
+
+
+def test_a_position_is_where_a_token_stands_not_the_slot_it_is_in():
+    model, fused, _ = made("llama")
+    places = torch.tensor([[0, 1, 2, 5, 7]])
+    with torch.inference_mode():
+        cache = new_cache(fused)
+        fused(TEXT[:, :3], cache)
+        cache.reserve(fused, 9)
+        rows = fused(
+            TEXT[:, 3:5], cache, position_ids=places[:, 3:], attention_mask=torch.ones(1, 1, 2, 5).tril(3).bool()
+        )
+        expected = model(TEXT[:, :5], position_ids=places, attention_mask=torch.ones(1, 5), use_cache=False)
+    assert_near(rows.logits[0], expected.logits[0, 3:])
+
+
+# ------------------------------------------------------------------------------------------------------ rows of a batch
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ragged_rows_of_a_batch_get_what_each_gets_alone(name):
+    _, fused, _ = made(name)
+    check_rows(Loaded(fused, None, name, "--target"), 100)
+
+
+def test_a_batch_runs_the_same_form_of_pass_as_a_row_alone():
+    _, fused, whole = made("llama")
+    ids, lengths = torch.stack([TEXT[0, :40], TEXT[0, :40], TEXT[0, :40]]), [21, 3, 40]
+    cache = read_prompts(fused, ids, lengths, 48)
+    slots = torch.tensor(lengths)[:, None] - 1
+    logits = feed(fused, ids, cache, slots, 40, 1)
+    for row, length in enumerate(lengths):
+        assert_near(logits[row, 0], whole[length - 1])
+
+
+def test_a_cache_for_one_row_refuses_two():
+    _, fused, _ = made("llama")
+    with pytest.raises(ValueError, match="one row, not 2"):
+        fused(TEXT[:, :3].repeat(2, 1), new_cache(fused))
+
+
 # ----------------------------------------------------------------------------------------------------- what can be fused
 
 
@@ -150,7 +296,46 @@ LONG = {
     "long_factor": [2.0] * 4,
     "original_max_position_embeddings": 16,
 }
+
+
+def hooked():
+    model = tiny.llama()
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_linear(change):
+    """A model with one projection that is not nn.Linear itself."""
+    model = tiny.llama()
+    change(model.model.layers[1])
+    return model
+
+
+class LowRank(nn.Linear):
+    """As adapters are put in: the same attributes, another function."""
+
+
+def quantised_head():
+    model = tiny.llama()
+    return torch.ao.quantization.quantize_dynamic(model, {"lm_head": torch.ao.quantization.default_dynamic_qconfig})
+
+
+def declared_quantised():
+    model = tiny.llama()
+    model.config.quantization_config = {"quant_method": "awq"}
+    return model
+
+
 UNFIT = {
+    "a hook": hooked,
+    "a projection of another class": lambda: with_linear(lambda one: setattr(one.mlp, "up_proj", LowRank(32, 64))),
+    "one projection with a bias of its own": lambda: with_linear(
+        lambda one: setattr(one.self_attn, "v_proj", nn.Linear(32, 16))
+    ),
+    "a quantised head": quantised_head,
+    "packed already": lambda: (lambda model: cpu_linear.pack([model], PACKED[0]) and None or model)(tiny.llama()),
+    "quantised by its config": declared_quantised,
+    "two dtypes": lambda: (lambda model: model.model.norm.double() and None or model)(tiny.llama()),
     "qwen2, sliding windows": lambda: tiny.qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "dynamic rope": lambda: tiny.llama(rope_parameters={**LINEAR, "rope_type": "dynamic"}),
     "longrope": lambda: tiny.llama(rope_parameters=LONG),
@@ -197,6 +382,15 @@ def test_packed_linear_layers_stay_near_the_plain_logits_and_the_original_is_lef
     assert len(after) == len(modules) and all(new is old for new, old in zip(after, modules, strict=True))
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert torch.equal(model(TEXT, use_cache=False).logits[0], whole)
+
+
+def test_the_fused_model_and_its_original_hold_their_weights_once():
+    model = tiny.llama(attention_bias=True)
+    fused = FusedLlama(model).eval()
+    spans = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *fused.parameters())}
+    size = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
+    assert spans == set(size)
+    assert sum(size.values()) == sum(one.nbytes for one in tiny.llama(attention_bias=True).parameters())
 
 
 def test_a_new_head_is_the_fused_models_alone():

@@ -28,7 +28,8 @@ from spec_models import vocab
 from spec_models.checks import Loaded
 from spec_models.files import build_draft, save_draft
 from spec_models.fused import FusedLlama
-from spec_models.pairs import cut_draft, cut_layers, head_twin, in_form, run_fused, with_cut_head
+from spec_models.linear import twin as twin_of
+from spec_models.pairs import cut_draft, cut_layers, in_form, run_fused, set_passes, with_cut_head
 from spec_models.vocab import CutHead, count_text, cut_head, frequent_ids
 
 TARGET = tiny.llama()
@@ -41,8 +42,8 @@ def loaded(model, tokenizer=None, name="tiny", **about) -> Loaded:
     return Loaded(model, tokenizer or tiny.words(), name, "--draft", about)
 
 
-def options(text_file=None, draft_pass="auto", vs_transformers=False) -> argparse.Namespace:
-    return argparse.Namespace(draft_vocab_text=text_file, draft_pass=draft_pass, vs_transformers=vs_transformers)
+def options(text_file=None, pass_form="auto", vs_transformers=False) -> argparse.Namespace:
+    return argparse.Namespace(draft_vocab_text=text_file, pass_form=pass_form, vs_transformers=vs_transformers)
 
 
 def cut(draft, kept, fused: bool = False, rows: int = 64):
@@ -121,7 +122,9 @@ def test_the_draft_keeps_its_whole_head_and_so_does_the_target(name, fused, text
     draft = cut_draft(target, name) if name == "cut:1" else loaded(copy.deepcopy(DRAFTS[name]))
     heads, ids = [one.model.get_output_embeddings() for one in (target, draft)], torch.tensor([tiny.PROMPT])
     before = [one.model(ids).logits for one in (target, draft)]
-    twin = in_form(options(text_file, draft_pass="fused" if fused else "plain"), target, draft, 5)
+    args = options(text_file, pass_form="fused" if fused else "plain")
+    twin = in_form(args, target, draft, 5)
+    set_passes(args, [twin])
     assert isinstance(twin.model.get_output_embeddings(), CutHead) and twin.model is not draft.model
     assert isinstance(twin.model, FusedLlama) == fused
     assert [one.model.get_output_embeddings() for one in (target, draft)] == heads
@@ -201,24 +204,37 @@ def test_a_draft_brings_its_own_size_of_head_unless_another_is_asked_for(text_fi
     }
     assert kept == {None: [6, 9, 13], 0: [], 2: [6, 13], 10**6: EVERY}
     assert [one.about["draft_vocab"] for one in made.values()] == [3, 0, 2, len(EVERY)]
-    assert all(one.about["draft_pass"] == "fused" and one.plain is None for one in made.values()) and draft.about == {
-        "draft_vocab": 3
-    }
+    assert all(one.plain is None for one in made.values()) and draft.about == {"draft_vocab": 3}
 
 
-def test_a_draft_is_fused_of_itself_where_it_can_be_and_never_where_plain_is_asked_for():
-    target = loaded(TARGET)
-    assert [run_fused(target, loaded(draft), "auto") for draft in (DRAFTS["near"], DRAFTS["gpt2"], TARGET)] == [
+def test_a_pair_is_fused_of_itself_where_both_can_be_and_never_where_plain_is_asked_for():
+    """One form for both models, or a cost of one says nothing of the other."""
+    near, other = loaded(DRAFTS["near"]), loaded(DRAFTS["gpt2"], name="gpt2")
+    target = loaded(tiny.llama())
+    assert [run_fused("auto", pair) for pair in ([target, near], [target, other], [other, near], [target])] == [
         True,
         False,
         False,
+        True,
     ]
-    assert not run_fused(target, loaded(DRAFTS["near"]), "plain")
+    assert not run_fused("plain", [target, near])
+    with pytest.raises(UserError, match="--pass fused: gpt2 is no Llama"):
+        run_fused("fused", [target, near, other])
+
+
+def test_a_model_that_drafts_for_itself_is_fused_once():
+    target = loaded(tiny.llama())
+    draft, original = loaded(target.model), target.model
+    set_passes(options(vs_transformers=True), [target, draft])
+    assert isinstance(target.model, FusedLlama) and target.model is draft.model
+    assert target.plain is draft.plain is original and target.about["pass"] == draft.about["pass"] == "fused"
 
 
 def test_assisted_generation_is_given_the_whole_plain_draft(text_file):
     draft, target = loaded(copy.deepcopy(DRAFTS["near"])), tiny.llama()
-    one = in_form(options(text_file, vs_transformers=True), loaded(target), draft, 4)
+    args = options(text_file, vs_transformers=True)
+    one = in_form(args, loaded(target), draft, 4)
+    set_passes(args, [one])
     assert one.plain is draft.model and one.model.get_output_embeddings().kept.tolist() == [5, 6, 9, 13]
     assistants, write = [], target.generate
     target.generate = lambda *args, assistant_model=None, **more: (
@@ -231,7 +247,7 @@ def test_assisted_generation_is_given_the_whole_plain_draft(text_file):
 
 def test_every_form_writes_the_same_text_from_the_shell(pair, results, text_file):
     rows, cut_to = {}, ["--draft-vocab", "6", "--draft-vocab-text", str(text_file), "--vs-transformers"]
-    for draft_pass in ("plain", "fused"):
+    for form in ("plain", "fused"):
         for more in ([], cut_to):
             argv = [
                 *pair,
@@ -243,17 +259,18 @@ def test_every_form_writes_the_same_text_from_the_shell(pair, results, text_file
                 "4",
                 "--cpu-linear",
                 "plain",
-                "--draft-pass",
-                draft_pass,
+                "--pass",
+                form,
                 *more,
             ]
             assert spec_decode.main(argv) == 0
             document = json.loads(results.read_text())
             (row,), about = document["rows"], document["config"]["draft"]
+            assert document["config"]["target"]["pass"] == form
             assert row["exact"] and row["tokens"] == tiny.greedy(TARGET, [5, 9, 13], 16)
-            assert (about["draft_pass"], about["draft_vocab"]) == (draft_pass, 6 if more else 0)
+            assert (about["pass"], about["draft_vocab"]) == (form, 6 if more else 0)
             assert bool(more) == ("assisted_s" in row)
-            rows[draft_pass, bool(more)] = row["proposals"]
+            rows[form, bool(more)] = row["proposals"]
     assert rows["plain", False] == rows["fused", False] != rows["plain", True] == rows["fused", True]
     assert {token for guesses in rows["fused", True] for token in guesses} <= {13, 6, 9, 5, 0, 1}
 
@@ -262,11 +279,10 @@ def test_every_form_writes_the_same_text_from_the_shell(pair, results, text_file
     ("more", "words"),
     [
         (["--self-draft", "--draft-vocab", "8"], "--draft-vocab: a model that drafts for itself"),
-        (["--self-draft", "--draft-pass", "fused"], "--draft-pass fused"),
         (["--draft-vocab", "8"], "--draft-vocab: the list of frequent ids that ships belongs to another tokenizer"),
         (["--draft-vocab", "-1"], "--draft-vocab"),
         (["--draft-vocab", "8", "--draft-vocab-text", "/no/such/t.txt"], "--draft-vocab-text t.txt: No such file"),
-        (["--draft", "GPT2", "--draft-pass", "fused"], "--draft-pass fused: another kind is no Llama"),
+        (["--draft", "GPT2", "--pass", "fused"], "--pass fused: another kind is no Llama"),
     ],
 )
 def test_a_form_that_cannot_be_had_is_one_line_and_exit_code_2(more, words, pair, disk, capsys):
@@ -324,7 +340,7 @@ def test_a_head_inside_another_module_is_cut_for_the_twin_alone():
     head, ids = model.get_output_embeddings(), torch.tensor([tiny.PROMPT])
     with torch.inference_mode():
         before = model(ids).logits
-        twin = head_twin(model)
+        twin = twin_of(model)
         cut_head(twin, [9, 5], 2, 64)
         assert model.get_output_embeddings() is head and torch.equal(model(ids).logits, before)
         assert twin(ids).logits.shape[-1] == 2
