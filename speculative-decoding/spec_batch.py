@@ -295,7 +295,7 @@ def parse_args(argv):
     add_task_options(parser)
     add_policy_options(parser)
     add_prompt_options(parser)
-    parser.set_defaults(n_tokens=32)
+    parser.set_defaults(n_tokens=32, keep_plain=True)  # `generate` is an arm of every run
     parser.add_argument(
         "--batches", type=whole_list(1, 4096), default=list(BATCHES), help="the batch sizes, e.g. 1,2,4,8"
     )

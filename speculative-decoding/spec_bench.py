@@ -10,6 +10,7 @@ decides the speedup. Costs are measured first and each cell's speedup is predict
 
 from __future__ import annotations
 
+import functools
 import statistics
 
 from spec_cli import command, make_parser, whole_list
@@ -45,7 +46,7 @@ def run(args, target, draft, first: tuple[str, str], texts: list[tuple[str, str]
 
     def cell(part: str, name: str, k: int) -> dict:
         task = tasks[name]
-        work = lambda: measure(task, draft_model(task, draft.model, k), args, costs_at(costs, task.context))  # noqa: E731
+        work = functools.partial(measure, task, draft_model(task, draft.model, k), args, costs_at(costs, task.context))
         return find_or_measure(file, task, {"part": part, "workload": name, "k": k}, work)
 
     sweep = [cell("k", first[0], k) for k in progress(args.ks, "k sweep")]

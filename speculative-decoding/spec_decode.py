@@ -12,6 +12,7 @@ the target. Every run asserts it, and a mismatch fails the run (exit 1). The loo
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 
@@ -289,7 +290,8 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file) -> list[dict]
         here = costs_at(costs, task.context)
         method = method_of(args, task, draft.model, here)
         arms = reference_arms(task, target, draft, args.k) if args.vs_transformers else {}
-        rows.append(find_or_measure(file, task, {"part": "decode", "workload": name}, lambda t=task, m=method, c=here, a=arms: measure(t, m, args, c, a)))  # fmt: skip
+        work = functools.partial(measure, task, method, args, here, arms)
+        rows.append(find_or_measure(file, task, {"part": "decode", "workload": name}, work))
         if args.self_draft and not rows[-1]["error"]:
             close = check_self_draft(task, run_speculative(task, method).done, name)
             if close:

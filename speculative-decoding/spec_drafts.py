@@ -9,6 +9,7 @@ speedup exists for a draft whose alpha does not exceed its c (Leviathan et al.),
 
 from __future__ import annotations
 
+import functools
 import statistics
 
 from spec_cli import at_least, command, make_parser
@@ -44,8 +45,8 @@ def costs_rows(file: ResultFile, draft, tasks: list, k: int) -> list[dict]:
     return rows
 
 
-def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict[str, dict]:
-    """One row a draft for one text: every draft in the same turns, so that they can be ranked against one another. `tasks`
+def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict:
+    """The row of one text, under `drafts` one for each draft: every draft in the same turns, so that they can be ranked against one another. `tasks`
     and `costs` by the draft's name. Raises Mismatch."""
     first = next(iter(tasks.values()))
     expected, plain = run_baseline(first).done.tokens, run_baseline(first, watched=True)
@@ -79,7 +80,7 @@ def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict[str, di
         }
         row |= {**timing(mine, len(expected)), "exact": not row["near_ties"], "error": None}
         row["prediction_error"] = row["predicted_costs"] - row["speedup"]
-    return rows
+    return {"drafts": rows, "error": None}
 
 
 def run(args, target, drafts, prompts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
@@ -91,7 +92,7 @@ def run(args, target, drafts, prompts: list[tuple[str, str]], file: ResultFile) 
     measured: dict[str, list[dict]] = {draft.name: [] for draft in drafts}
     for name in progress(list(tasks), "texts"):
         here = {draft.name: costs_at(costs[draft.name], tasks[name][draft.name].context) for draft in drafts}
-        work = lambda name=name, here=here: {"drafts": measure_drafts(tasks[name], drafts, args, here)}  # noqa: E731
+        work = functools.partial(measure_drafts, tasks[name], drafts, args, here)
         row = find_or_measure(file, tasks[name][drafts[0].name], {"part": "draft", "workload": name}, work)
         for draft in drafts:
             measured[draft.name].append({"error": row["error"]} if row["error"] else row["drafts"][draft.name])

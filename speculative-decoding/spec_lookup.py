@@ -10,6 +10,7 @@ rounds than `generate(prompt_lookup_num_tokens=k)` of the same k and n-gram size
 
 from __future__ import annotations
 
+import functools
 import statistics
 
 from spec_cli import at_least, command, make_parser
@@ -121,9 +122,7 @@ def run(args, target, draft, texts: list[tuple[str, str]], file: ResultFile) -> 
     rows = []
     for text, name in progress([(text, name) for text in tasks for name in args.methods], "look-up"):
         task, where = tasks[text], {"part": "look-up", "text": text, "method": name}
-        work = lambda task=task, name=name: measure_method(
-            task, target, draft, name, args, costs_at(costs, task.context)
-        )  # noqa: E731
+        work = functools.partial(measure_method, task, target, draft, name, args, costs_at(costs, task.context))
         rows.append(find_or_measure(file, task, where, work))
         if name == "lookup" and not rows[-1]["error"]:
             check_rounds(args, rows[-1])  # a row that failed its check is no better for having been written

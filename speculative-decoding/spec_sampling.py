@@ -12,6 +12,7 @@ from that seed, for other numbers are drawn: what is the same is the law, which 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 
@@ -87,13 +88,13 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile) -
         [(t, text) for t in args.temperatures for text in texts], "temperatures and seeds"
     ):
         where, law = {"part": "sampling", "workload": name, "temperature": t, "seed": seed}, (t, args.top_k, args.top_p)
-        work = lambda task=task, law=law, seed=seed: measure_seed(task, draft.model, law, seed, args)  # noqa: E731
+        work = functools.partial(measure_seed, task, draft.model, law, seed, args)
         measured[t].append(find_or_measure(file, task, where, work))
     warm = [t for t in args.temperatures if t > 0] if args.check_law else []
     laws, (name, task) = [], tasks[0]
     for t in warm:
         where, law = {"part": "law", "workload": name, "temperature": t}, (t, args.top_k, args.top_p)
-        work = lambda law=law: law_row(task, draft.model, args.k, law, args.seed, args.check_law)  # noqa: E731
+        work = functools.partial(law_row, task, draft.model, args.k, law, args.seed, args.check_law)
         laws.append(find_or_measure(file, task, where, work))
     level = FALSE_ALARMS / (len(measured) + len(warm))
     laws = [{**row, "fits": None if row["error"] or row["p_value"] is None else row["p_value"] > level} for row in laws]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from spec_loop import forward_options, new_cache, rollback
+from spec_loop import forward_options, keep_slots, new_cache
 from spec_methods.sampled import Chance
 
 
@@ -22,7 +22,11 @@ class Branches(Chance):
     """Takes the branches of `script`, then the first of every choice; `untried` are the scripts of the others it passed."""
 
     def __init__(self, script: tuple = ()):
-        self.script, self.taken, self.untried, self.probability = script, [], [], 1.0
+        self.script = script
+        self.begin()
+
+    def begin(self) -> None:
+        self.taken, self.untried, self.probability = [], [], 1.0
 
     def take(self, options: list[tuple]):
         """One of the (outcome, probability) in `options`."""
@@ -113,8 +117,8 @@ class IdCache:
     def get_seq_length(self) -> int:
         return len(self.ids)
 
-    def crop(self, surplus: int) -> None:
-        del self.ids[surplus:]
+    def keep(self, length: int, path=()) -> None:
+        self.ids[length:] = [self.ids[slot] for slot in path]
 
 
 class Table:
@@ -122,6 +126,7 @@ class Table:
     its cache was fed, in order, so a fault in the loop's bookkeeping changes the law. `kept`: the ids of a cut head."""
 
     device, dtype = torch.device("cpu"), torch.float64
+    config = SimpleNamespace(get_text_config=SimpleNamespace)  # no sliding windows
 
     def __init__(self, rows: int, seed: int = 0, probs=None, kept: list[int] | None = None):
         self.rows, self.seed, self.given = rows, seed, probs
@@ -145,11 +150,16 @@ class Table:
         draw = random.Random(f"{self.seed} {ids}")  # a Dirichlet(0.7) row: uneven, as models are
         return torch.tensor([draw.gammavariate(0.7, 1) + 1e-3 for _ in range(self.width)], dtype=torch.float64).log()
 
-    def forward(self, input_ids, cache, logits_to_keep=0, use_cache=True):
+    def forward(self, input_ids, cache, logits_to_keep=0, use_cache=True, position_ids=None, attention_mask=None):
+        """Of every token the row of the text that it sees: all before it, or what its row of the mask leaves."""
+        first = len(cache.ids)
+        cache.ids += input_ids[0].tolist()
         rows = []
-        for token in input_ids[0].tolist():
-            cache.ids.append(token)
-            rows.append(self.logits_after(tuple(cache.ids)))
+        for i in range(input_ids.shape[1]):
+            seen = range(first + i + 1) if attention_mask is None else attention_mask[0, 0, i].isfinite().nonzero().flatten().tolist()
+            if position_ids is not None:
+                assert int(position_ids[0, i]) == len(seen) - 1, "a token that does not stand where its text ends"
+            rows.append(self.logits_after(tuple(cache.ids[slot] for slot in seen)))
         return SimpleNamespace(logits=torch.stack(rows)[None])
 
     __call__ = forward
@@ -165,9 +175,9 @@ class RememberedCache:
     def get_seq_length(self) -> int:
         return self.length
 
-    def crop(self, surplus: int) -> None:
-        self.length += surplus
-        self.history = (*self.history, self.length)
+    def keep(self, length: int, path=()) -> None:
+        self.length = length + len(path)
+        self.history = (*self.history, (length, tuple(path)))
 
 
 class Remembered:
@@ -188,7 +198,7 @@ class Remembered:
         """The real cache after that history, to be copied, never changed."""
         if history not in self.states:
             cache = copy.deepcopy(self.state(history[:-1]))
-            rollback(cache, history[-1])
+            keep_slots(cache, *history[-1])
             self.states[history] = cache
         return self.states[history]
 

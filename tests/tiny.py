@@ -12,7 +12,7 @@ import torch
 import transformers as T
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from spec_harness.cells import Task, run_baseline, run_speculative
+from spec_harness.arms import Method, Task, draft_model, run_baseline, run_speculative
 
 BASE = {
     "vocab_size": 64,
@@ -117,23 +117,25 @@ def greedy_once(target, prompt: tuple, n: int) -> tuple:
 # ----------------------------------------------------------------------------------------------------------- our loops
 
 
-def task(target, draft, prompt=PROMPT, n: int = 30, k: int = 3, **options) -> Task:
-    return Task(target, draft, torch.tensor([list(prompt)]), n, k, **options)
+def task(target, prompt=PROMPT, n: int = 30, **options) -> Task:
+    return Task(target, torch.tensor([list(prompt)]), n, **options)
 
 
-def speculated(*args, **options):
+def method(task: Task, draft, k: int = 3, rule=None, policy=None, drafter=None) -> Method:
+    """The draft model's, or with another of its three parts."""
+    plain = draft_model(task, draft, k, rule)
+    return Method(drafter or plain.drafter, policy or plain.policy, plain.rule)
+
+
+def speculated(target, draft, prompt=PROMPT, n: int = 30, k: int = 3, rule=None, policy=None, drafter=None, **options):
     """What the loop wrote and counted."""
-    (done, _), _ = run_speculative(task(*args, **options))
-    return done
+    one = task(target, prompt, n, **options)
+    return run_speculative(one, method(one, draft, k, rule, policy, drafter)).done
 
 
-def plainly(*args, **options):
+def plainly(target, prompt=PROMPT, n: int = 30, rule=None, **options):
     """What our baseline wrote and counted."""
-    (done, _), _ = run_baseline(task(*args, **options))
-    return done
-
-
-# ----------------------------------------------------------------------------------------------------------- on a disk
+    return run_baseline(task(target, prompt, n, **options), rule).done
 
 
 def words(reverse: bool = False, n: int = 60, first: int = 4) -> T.PreTrainedTokenizerFast:

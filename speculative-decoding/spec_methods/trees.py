@@ -58,6 +58,9 @@ class TreeProposal(Proposal):
         """The nodes on the way down to `node`, itself the last."""
         return [] if node < 0 else [*self.ancestors(self.parents[node]), node]
 
+    def depth_of(self, node: int) -> int:
+        return len(self.ancestors(node))
+
     def geometry(self, model, cached: int) -> dict:
         """The text's last token stands in slot `cached`, node j in the slot j + 1 behind it."""
         ways = [[]] + [self.ancestors(node) for node in range(len(self))]
