@@ -13,8 +13,7 @@ import spec_drafts
 import spec_precondition
 import tiny
 from spec_common import UserError, is_out_of_memory, pick_device
-from spec_harness import cells
-from spec_harness.cells import counts
+from spec_decode import counts
 from spec_harness.results import ResultFile
 from workloads import read_prompts
 
@@ -136,17 +135,16 @@ def test_guesses_behind_an_end_token_are_not_blamed_on_the_cache():
     """A model drafting for itself that ends inside a block: nothing was rejected."""
     target = tiny.llama()
     end = frozenset([tiny.greedy(target, tiny.PROMPT, 3)[2]])
-    task = tiny.task(target, target, n=20, k=5, ends=end)
-    row = counts(task, tiny.speculated(target, target, n=20, k=5, ends=end))
+    done = tiny.speculated(target, target, n=20, k=5, ends=end)
+    row = counts(done, 5)
     assert row["alpha"] == 1.0 and row["rejections"] == 0
     assert row["acceptance_rate"] < 1
-    spec_decode.check_self_draft([{**row, "workload": "x", "error": None, "near_ties": []}])
+    assert spec_decode.check_self_draft(tiny.task(target, n=20, ends=end), done, "x") == 0
 
 
 def test_positions_that_were_never_judged_do_not_count_against_a_draft():
     target = tiny.llama()
-    task = tiny.task(target, target, n=6, k=3)
-    given = counts(task, tiny.speculated(target, target, n=6, k=3))["acceptance_per_position_given_the_last"]
+    given = counts(tiny.speculated(target, target, n=6, k=3), 3)["acceptance_per_position_given_the_last"]
     assert set(given) == {1.0}
 
 
@@ -160,11 +158,11 @@ def test_a_sweep_of_which_nothing_could_be_measured_fails(pair, monkeypatch, res
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: Cannot allocate memory")
 
-    monkeypatch.setattr(cells, "run_speculative", full)
+    monkeypatch.setattr(spec_decode, "run_speculative", full)
     assert spec_decode.main(pair) == 1
     document = json.loads(results.read_text())
     assert document["status"] == "failed"
-    assert is_out_of_memory(RuntimeError(document["rows"][0]["error"]))
+    assert is_out_of_memory(RuntimeError(document["rows"][-1]["error"]))
 
 
 @pytest.mark.parametrize("name", ["cpu:", "cpu:5", "auto:7", "cuda:x", "cpu:²"])

@@ -17,7 +17,7 @@ def test_a_target_that_drafts_for_itself_is_always_accepted(name, loop):
     target = tiny.model(name)
     done = tiny.speculated(target, target, n=N, k=K, loop=loop)
     assert tuple(done.tokens) == tiny.greedy_once(target, tiny.PROMPT, N)
-    assert done.rejections == 0
+    assert sum(done.rejected) == 0
     assert sum(done.accepted) == sum(map(len, done.proposals))
     assert done.target_passes == -(-N // (K + 1))
 
@@ -38,7 +38,7 @@ def test_a_draft_that_is_sometimes_wrong_changes_nothing(name, loop):
     target = tiny.model(name)
     done = tiny.speculated(target, tiny.near(target, 0.03), n=N, k=K, loop=loop)
     assert tuple(done.tokens) == tiny.greedy_once(target, tiny.PROMPT, N)
-    assert 0 < done.rejections < done.target_passes, (
+    assert 0 < sum(done.rejected) < done.target_passes, (
         "this draft is meant to be right in some rounds and wrong in others"
     )
 
@@ -46,7 +46,7 @@ def test_a_draft_that_is_sometimes_wrong_changes_nothing(name, loop):
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_the_baseline_is_plain_greedy_text(name):
     target = tiny.model(name)
-    assert tuple(tiny.plainly(target, target, n=N).tokens) == tiny.greedy_once(target, tiny.PROMPT, N)
+    assert tuple(tiny.plainly(target, n=N).tokens) == tiny.greedy_once(target, tiny.PROMPT, N)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -78,7 +78,7 @@ def test_a_padded_pair_is_still_accepted():
     draft.load_state_dict(state)
     done = tiny.speculated(target, draft, n=24)
     assert done.tokens == tiny.greedy(target, tiny.PROMPT, 24)
-    assert done.rejections == 0
+    assert sum(done.rejected) == 0
 
 
 def test_a_prompt_id_the_draft_has_no_row_for_silences_the_draft():

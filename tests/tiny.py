@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 
@@ -125,6 +126,11 @@ def method(task: Task, draft, k: int = 3, rule=None, policy=None, drafter=None) 
     """The draft model's, or with another of its three parts."""
     plain = draft_model(task, draft, k, rule)
     return Method(drafter or plain.drafter, policy or plain.policy, plain.rule)
+
+
+def turns(repeats: int, warmup: int = 0, **options):
+    """What a measurement reads of a script's options."""
+    return argparse.Namespace(**{"repeats": repeats, "warmup": warmup, "allow_near_ties": False, **options})
 
 
 def speculated(target, draft, prompt=PROMPT, n: int = 30, k: int = 3, rule=None, policy=None, drafter=None, **options):

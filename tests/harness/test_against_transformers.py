@@ -8,18 +8,29 @@ import pytest
 import torch
 
 import tiny
-from spec_harness.reference import RoundLengths, overridden, reference_arms, run_generate
+from spec_harness.reference import RoundLengths, generated, generated_rows, overridden, reference_arms, run_assisted
 from spec_loop import LOOPS
+from spec_models.checks import Loaded
+from spec_models.fused import FusedLlama
 
 TARGET = tiny.llama()
 DRAFTS = {"itself": TARGET, "near": tiny.near(TARGET), "wrong": tiny.always_wrong(TARGET)}
 
 
+def assisted(target, draft, prompt=tiny.PROMPT, n: int = 30, k: int = 3, **options):
+    """What one assisted `generate` wrote, round by round."""
+    return run_assisted(target, draft, tiny.task(target, prompt, n, **options), k, RoundLengths()).done
+
+
+def arms_of(target, draft, n: int, k: int) -> dict:
+    loaded = (Loaded(target, None, "t", "--target"), Loaded(draft, None, "d", "--draft"))
+    return reference_arms(tiny.task(target, n=n), *loaded, k)
+
+
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_assisted_generation_writes_the_same_tokens_round_by_round(draft, k):
-    task = tiny.task(TARGET, DRAFTS[draft], n=30, k=k)
-    (theirs, _), _ = run_generate(task, assisted=True, streamer=RoundLengths())
+    theirs = assisted(TARGET, DRAFTS[draft], n=30, k=k)
     ours = tiny.speculated(TARGET, DRAFTS[draft], n=30, k=k)
     assert theirs.tokens == ours.tokens == tiny.greedy(TARGET, tiny.PROMPT, 30)
     assert theirs.emitted == ours.emitted
@@ -35,18 +46,15 @@ def test_no_id_of_the_text_is_hidden_from_the_assistant_as_padding():
         model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data[order]
         model.lm_head.weight.data = model.lm_head.weight.data[order]
     prompt = [swap.get(i, i) for i in tiny.PROMPT]
-    task = tiny.task(*models, prompt=prompt, n=40, k=4)
     assert 0 in tiny.greedy(models[0], prompt, 40)
-    (theirs, _), _ = run_generate(task, assisted=True, streamer=RoundLengths())
+    theirs = assisted(*models, prompt=prompt, n=40, k=4)
     assert theirs.emitted == tiny.speculated(*models, prompt=prompt, n=40, k=4).emitted
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_assisted_generation_stops_at_the_same_end_token(loop):
     end = frozenset([tiny.greedy(TARGET, tiny.PROMPT, 10)[7]])
-    (theirs, _), _ = run_generate(
-        tiny.task(TARGET, DRAFTS["near"], k=4, ends=end), assisted=True, streamer=RoundLengths()
-    )
+    theirs = assisted(TARGET, DRAFTS["near"], k=4, ends=end)
     assert theirs.tokens == tiny.speculated(TARGET, DRAFTS["near"], k=4, ends=end, loop=loop).tokens
     assert theirs.tokens[-1] in end
 
@@ -59,7 +67,7 @@ def verify_widths(k: int) -> list[int]:
         lambda _, args, kwargs: widths.append((kwargs.get("input_ids", args[0] if args else None)).shape[1]),
         with_kwargs=True,
     )
-    run_generate(tiny.task(target, DRAFTS["near"], n=20, k=k), assisted=True, streamer=RoundLengths())
+    assisted(target, DRAFTS["near"], n=20, k=k)
     return widths
 
 
@@ -73,11 +81,8 @@ def test_assisted_generation_really_runs_at_the_k_it_is_asked_for(k):
 
 def test_two_runs_of_assisted_generation_keep_the_same_k():
     """Some versions leave an adapted draft length behind on the draft."""
-    task = tiny.task(TARGET, DRAFTS["near"], n=24, k=3)
-    assert (
-        run_generate(task, assisted=True, streamer=RoundLengths())[0][0].emitted
-        == run_generate(task, assisted=True, streamer=RoundLengths())[0][0].emitted
-    )
+    first, second = (assisted(TARGET, DRAFTS["near"], n=24, k=3).emitted for _ in range(2))
+    assert first == second
 
 
 def test_a_checkpoints_own_generation_config_is_neutralised_and_named():
@@ -90,16 +95,40 @@ def test_a_checkpoints_own_generation_config_is_neutralised_and_named():
     assert own[0, len(tiny.PROMPT) :].tolist() != expected, (
         "the penalty must change the text, or nothing is neutralised"
     )
-    for assisted in (False, True):
-        (done, _), _ = run_generate(tiny.task(target, tiny.near(target), n=20), assisted=assisted)
-        assert done.tokens == expected
+    assert generated(target, tiny.task(target, n=20), None).done.tokens == expected
+    assert assisted(target, tiny.near(target), n=20, k=3).tokens == expected
     assert asked.items() <= overridden(target).items()
     assert target.generation_config.repetition_penalty == 1.3, "the model's own config is put back"
 
 
 def test_assisted_generation_is_left_out_where_k_is_zero():
-    assert set(reference_arms(tiny.task(TARGET, DRAFTS["near"], k=0))) == {"generate"}
-    assert set(reference_arms(tiny.task(TARGET, DRAFTS["near"], k=2))) == {"generate", "assisted"}
+    assert set(arms_of(TARGET, DRAFTS["near"], 30, 0)) == {"generate", "plain_baseline"}
+    assert set(arms_of(TARGET, DRAFTS["near"], 30, 2)) == {
+        "generate",
+        "assisted",
+        "plain_baseline",
+        "plain_speculative",
+    }
+
+
+def test_our_plain_arms_run_the_very_models_that_generate_has():
+    """A row that compares loops may not compare forms of the pass as well."""
+    fused, draft = FusedLlama(tiny.llama()).eval(), FusedLlama(DRAFTS["near"]).eval()
+    target = Loaded(fused, None, "t", "--target", plain=TARGET)
+    arms = reference_arms(tiny.task(fused, n=12), target, Loaded(draft, None, "d", "--draft", plain=DRAFTS["near"]), 3)
+    ran = []
+    TARGET.register_forward_pre_hook(lambda *_: ran.append(1))
+    for arm in arms.values():
+        ran.clear()
+        assert arm().done.tokens == tiny.greedy(tiny.llama(), tiny.PROMPT, 12)
+        assert ran, "the plain model was not run"
+    TARGET._forward_pre_hooks.clear()
+
+
+def test_generate_on_a_padded_batch_writes_each_rows_own_text():
+    prompts = [tiny.PROMPT, (7,), (5, 9, 3)]
+    done = generated_rows(TARGET, [tiny.task(TARGET, prompt, 10) for prompt in prompts]).done
+    assert [one.tokens for one in done] == [tiny.greedy(TARGET, prompt, 10) for prompt in prompts]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(176, 160), (160, 176)])
@@ -107,9 +136,8 @@ def test_a_padded_pair_can_still_be_compared(ours, theirs):
     """`generate` takes padded tables for two tokenizers, and an id past a table for an index: neither may end the run."""
     target, draft = tiny.qwen2(vocab_size=ours), tiny.qwen2(seed=1, vocab_size=theirs)
     for n in (10, 40):
-        arms = reference_arms(tiny.task(target, draft, n=n))
+        arms = arms_of(target, draft, n, 3)
         assert "generate" in arms
         for arm in arms.values():
-            (done, _), _ = arm()
-            assert done.tokens == tiny.greedy(target, tiny.PROMPT, n)
+            assert arm().done.tokens == tiny.greedy(target, tiny.PROMPT, n)
     assert (target.config.vocab_size, draft.config.vocab_size) == (ours, theirs)

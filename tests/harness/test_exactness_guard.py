@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import spec_decode
 import tiny
-from spec_harness import cells
-from spec_harness.cells import Mismatch, check_exact, compare
-from spec_loop import DecodingError, check_finite
+from spec_decode import Mismatch, check_exact, check_self_draft, measure
+from spec_harness.arms import run_speculative
+from spec_loop import DecodingError, TextCache, forward
 
 PLACE = 5
 
@@ -16,17 +19,23 @@ PLACE = 5
 def tied(dtype: torch.dtype):
     """A task whose target has two ids of exactly equal logits where it writes token PLACE. Returns (task, text, twin)."""
     target = tiny.llama(dtype=dtype)
-    text = tiny.plainly(target, target, n=12).tokens
+    text = tiny.plainly(target, n=12).tokens
     twin = next(i for i in range(63, 0, -1) if i > text[PLACE] and i not in text)
     with torch.no_grad():
         target.lm_head.weight[twin] = target.lm_head.weight[text[PLACE]]
-    task = tiny.task(target, target, n=12)
-    assert tiny.plainly(target, target, n=12).tokens == text
+    task = tiny.task(target, n=12)
+    assert tiny.plainly(target, n=12).tokens == text
     return task, text, twin
 
 
 def parted(text: list[int], token: int) -> list[int]:
     return [*text[:PLACE], token, *text[PLACE + 1 :]]
+
+
+def followed(task, text: list[int], twin: int) -> list[int]:
+    """The text with its tie taken the other way, and then what the target itself writes behind that."""
+    begun = [*text[:PLACE], twin]
+    return begun + tiny.plainly(task.target, (*tiny.PROMPT, *begun), len(text) - len(begun)).tokens
 
 
 def report_of(task, expected, got, allow: bool) -> dict:
@@ -37,14 +46,14 @@ def report_of(task, expected, got, allow: bool) -> dict:
 
 def test_equal_texts_need_no_excuse():
     task, text, _ = tied(torch.float32)
-    assert check_exact(task, "speculative", text, list(text), allow_near_ties=False) is None
+    assert check_exact(task, "speculative", text, list(text), allow_near_ties=False) == []
 
 
 def test_a_mismatch_says_where_and_both_ids():
     target = tiny.llama()
-    text = tiny.plainly(target, target, n=12).tokens
+    text = tiny.plainly(target, n=12).tokens
     wrong = (text[PLACE] + 1) % 64
-    report = report_of(tiny.task(target, target, n=12), text, parted(text, wrong), allow=True)
+    report = report_of(tiny.task(target, n=12), text, parted(text, wrong), allow=True)
     assert (report["arm"], report["index"], report["expected"], report["got"]) == (
         "speculative",
         PLACE,
@@ -65,14 +74,14 @@ def test_in_float32_not_even_an_exact_tie_is_excused():
 def test_in_half_precision_a_tie_is_excused_only_when_asked_and_is_still_reported():
     task, text, twin = tied(torch.bfloat16)
     assert report_of(task, text, parted(text, twin), allow=False)["near_tie"] is True
-    excused = check_exact(task, "speculative", text, parted(text, twin), allow_near_ties=True)
+    (excused,) = check_exact(task, "speculative", text, followed(task, text, twin), allow_near_ties=True)
     assert (excused["index"], excused["got"], excused["dtype"]) == (PLACE, twin, "bfloat16")
 
 
 def test_in_half_precision_a_clear_gap_is_not_excused():
     target = tiny.llama(dtype=torch.bfloat16)
-    text = tiny.plainly(target, target, n=12).tokens
-    report = report_of(tiny.task(target, target, n=12), text, parted(text, (text[PLACE] + 1) % 64), allow=True)
+    text = tiny.plainly(target, n=12).tokens
+    report = report_of(tiny.task(target, n=12), text, parted(text, (text[PLACE] + 1) % 64), allow=True)
     assert report["near_tie"] is False
 
 
@@ -96,13 +105,55 @@ def test_a_text_that_is_too_long_is_a_mismatch():
 def test_where_rounding_parts_a_right_loop_from_greedy_it_is_a_near_tie(dtype):
     """A block and single rows round differently, so even a self-draft may part in half precision; never in float32."""
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.05}
+    parted_texts = 0
     for seed in range(24 if dtype == torch.bfloat16 else 6):
         target = tiny.llama(seed, dtype, **sizes)
         prompt = torch.randint(0, 512, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
-        task = tiny.task(target, target, prompt, n=48, k=4)
-        expected, got = (run(target, target, prompt, n=48, k=4).tokens for run in (tiny.plainly, tiny.speculated))
-        tie = check_exact(task, "speculative", expected, got, allow_near_ties=True)
-        assert tie is None or dtype != torch.float32
+        task = tiny.task(target, prompt, n=48)
+        expected = tiny.plainly(target, prompt, 48).tokens
+        got = tiny.speculated(target, target, prompt, 48, 4).tokens
+        ties = check_exact(task, "speculative", expected, got, allow_near_ties=True)
+        assert not ties or dtype != torch.float32
+        parted_texts += got != expected
+    assert parted_texts or dtype != torch.bfloat16, "no text parted, so nothing was excused"
+
+
+@pytest.mark.parametrize("later", [1, 3, 6])
+def test_a_loop_that_breaks_behind_a_tie_is_caught(later):
+    """A tie excuses its own token and no other: what follows must be the target's own choice after that prefix."""
+    task, text, twin = tied(torch.bfloat16)
+    right = followed(task, text, twin)
+    assert len(check_exact(task, "speculative", text, right, allow_near_ties=True)) == 1
+    broken = [*right]
+    broken[PLACE + later] = (broken[PLACE + later] + 1) % 64
+    report = report_of(task, text, broken, allow=True)
+    assert report["index"] == PLACE + later and report["near_tie"] is False
+
+
+def test_float64_is_not_half():
+    task, text, twin = tied(torch.float64)
+    assert report_of(task, text, parted(text, twin), allow=True)["near_tie"] is False
+
+
+def test_a_self_draft_in_half_precision_has_each_rejected_guess_looked_at(monkeypatch):
+    target = tiny.llama(dtype=torch.bfloat16)
+    task = tiny.task(target, n=24)
+    done = run_speculative(task, tiny.method(task, target, 4)).done
+    assert check_self_draft(task, done, "x") == sum(done.rejected)
+    keep = TextCache.keep
+
+    # a draft's cache that is cut one slot short and filled up again with another token's keys
+    def wrong(self, length, path):
+        keep(self, length, path)
+        for layer in self.layers:
+            layer.keys[:, :, -1] = layer.keys[:, :, 0]
+
+    monkeypatch.setattr(TextCache, "keep", wrong)
+    broken = run_speculative(task, tiny.method(task, tiny.near(target, 0.5), 4)).done
+    monkeypatch.setattr(TextCache, "keep", keep)
+    assert any(broken.rejected)
+    with pytest.raises(spec_decode.ClaimFailed, match="its cache is wrong"):
+        check_self_draft(task, broken, "x")
 
 
 def test_frequencies_that_change_with_length_are_not_excused_as_rounding():
@@ -110,8 +161,8 @@ def test_frequencies_that_change_with_length_are_not_excused_as_rounding():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     for seed in range(3):
         target = tiny.llama(seed, torch.bfloat16, max_position_embeddings=16, rope_parameters=rope)
-        task = tiny.task(target, target, n=40, k=4)
-        expected, got = (run(target, target, n=40, k=4).tokens for run in (tiny.plainly, tiny.speculated))
+        task = tiny.task(target, n=40)
+        expected, got = tiny.plainly(target, n=40).tokens, tiny.speculated(target, target, n=40, k=4).tokens
         assert expected != got
         with pytest.raises(Mismatch):
             check_exact(task, "speculative", expected, got, allow_near_ties=True)
@@ -129,25 +180,25 @@ def test_rope_that_scales_by_a_fixed_factor_is_exact_past_its_original_limit():
 def test_every_sample_that_counts_is_checked(monkeypatch):
     """Spoil one run after the other: all are caught but the uncounted warm-up."""
     target = tiny.llama()
-    task = tiny.task(target, target, n=6, k=2)
-    run, calls, spoil_at = cells.run_speculative, [], [None]
+    task = tiny.task(target, n=6)
+    calls, spoil_at = [], [None]
 
     def spoiled(*args, **options):
-        (done, prefill_s), decode_s = run(*args, **options)
+        run = run_speculative(*args, **options)
         if len(calls) == spoil_at[0]:
-            done.tokens[3] = (done.tokens[3] + 1) % 64
+            run.done.tokens[3] = (run.done.tokens[3] + 1) % 64
         calls.append(1)
-        return (done, prefill_s), decode_s
+        return run
 
     def caught() -> bool:
         calls.clear()
         try:
-            compare(task, repeats=2, warmup=1)
+            measure(task, tiny.method(task, target, 2), tiny.turns(2, 1))
         except Mismatch:
             return True
         return False
 
-    monkeypatch.setattr(cells, "run_speculative", spoiled)
+    monkeypatch.setattr(spec_decode, "run_speculative", spoiled)
     assert not caught()
     total, found = len(calls), 0
     for spoil_at[0] in range(total):
@@ -158,9 +209,11 @@ def test_every_sample_that_counts_is_checked(monkeypatch):
 
 def test_a_measured_row_says_it_was_exact():
     target = tiny.llama()
-    row, done = compare(tiny.task(target, tiny.near(target), n=8, k=2), repeats=2, warmup=0)
+    task = tiny.task(target, n=8)
+    row = measure(task, tiny.method(task, tiny.near(target), 2), tiny.turns(2))
     assert row["exact"] is True and row["near_ties"] == [] and row["error"] is None
-    assert done.tokens == tiny.greedy(target, tiny.PROMPT, 8)
+    assert row["tokens"] == tiny.greedy(target, tiny.PROMPT, 8)
+    assert row["tokens_checked"] == 8 * 6
     assert (row["emitted"], row["k"], row["n_tokens"], row["prompt_tokens"]) == (8, 2, 8, len(tiny.PROMPT))
     assert len(row["baseline_s"]) == len(row["speculative_s"]) == 2
 
@@ -185,9 +238,9 @@ def spoiled(where: str, dtype=torch.float32):
 def test_text_is_never_made_of_logits_that_are_not_finite(where):
     """The argmax of NaN is an id like any other: both arms agree on rubbish, so exactness alone cannot see it."""
     model = spoiled(where)
-    for run in (tiny.plainly, tiny.speculated):
+    for run in (tiny.plainly, lambda model: tiny.speculated(model, model)):
         with pytest.raises(DecodingError, match="LlamaForCausalLM: logits are not finite in float32 on cpu"):
-            run(model, model)
+            run(model)
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -197,10 +250,19 @@ def test_a_healthy_draft_does_not_hide_a_spoiled_target(k):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_every_value_that_is_no_number_is_not_finite(value):
-    check_finite(tiny.llama(), [1.0, -1e30])
-    with pytest.raises(DecodingError, match="not finite"):
-        check_finite(tiny.llama(), [1.0, value])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_every_row_of_a_pass_is_looked_at(row, value):
+    """Whatever the row: the first, the last, one between."""
+
+    class Spoiled(torch.nn.Module):
+        def forward(self, tokens, past_key_values=None, use_cache=True):
+            logits = torch.ones(1, tokens.shape[1], 8)
+            logits[0, row] = value
+            return SimpleNamespace(logits=logits)
+
+    cache, tokens = SimpleNamespace(), torch.zeros(1, 3, dtype=torch.long)
+    assert not forward(Spoiled(), tokens, cache, 3).finite
+    assert forward(Spoiled(), tokens, cache, 2 - row).finite if row < 2 else True
 
 
 def test_a_drafts_logits_must_be_finite_too():
@@ -213,6 +275,6 @@ def test_an_infinity_that_appears_late_is_noticed():
     text = tiny.greedy(target, tiny.PROMPT, 12)
     with torch.no_grad():
         target.model.embed_tokens.weight[text[8]] = float("nan")
-    for run in (tiny.plainly, tiny.speculated):
+    for run in (tiny.plainly, lambda target, n: tiny.speculated(target, target, n=n)):
         with pytest.raises(DecodingError, match="not finite"):
-            run(target, target, n=12)
+            run(target, n=12)

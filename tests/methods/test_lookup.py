@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 import spec_lookup
 import tiny
-from grounded import GROUNDED
-from spec_common import unwatched
-from spec_harness.cells import counts, model_drafter
+from spec_decode import counts
+from spec_harness.arms import Method, draft_model, run_speculative
 from spec_harness.reference import RoundLengths, prompt_lookup_rounds, run_prompt_lookup
 from spec_harness.theory import interpolated
-from spec_loop import LOOPS, DecodingError, forward
+from spec_loop import LOOPS, Budget, DecodingError, State, Work, forward
 from spec_methods.lookup import MATCHES, HybridDrafter, LookupDrafter
 from spec_methods.policy import FixedK
-from workloads import WORKLOADS
+from workloads import GROUNDED, WORKLOADS
 
 TARGET = tiny.llama()
 # A vocabulary of 8 ids: texts of random tokens then repeat themselves, and look-ups hit and miss.
@@ -47,13 +46,19 @@ def rescan(text: list[int], k: int, largest: int, smallest: int, match: str) -> 
     return []
 
 
+def standing(text: list[int], new: list[int] = ()) -> State:
+    """A text with room behind it, of which `new` was written last."""
+    return State(torch.tensor([text + [-1] * 12]), len(text), None, new=list(new))
+
+
 def proposed(drafter, text: list[int], k: int) -> list[int]:
-    ids = torch.tensor([text + [-1] * (k + 1)])
-    made = drafter.propose(ids, len(text), k, unwatched, FixedK(k))
-    assert ids[0, : len(text)].tolist() == text, "what stands was overwritten"
-    assert (made.passes, made.laws, made.tops) == (0, [None] * made.count, [])
-    assert set(ids[0, len(text) + made.count :].tolist()) == {-1}
-    return ids[0, len(text) : len(text) + made.count].tolist()
+    state = standing(text)
+    before = state.ids.clone()
+    made = drafter.propose(state, Budget(k))
+    assert torch.equal(state.ids, before) and state.length == len(text), "guesses have a buffer of their own"
+    assert made.tokens.shape == (len(made),) and made.tokens.dtype == state.ids.dtype
+    assert (drafter.work, made.laws, made.finite) == (Work(0, 0), [None] * len(made), [])
+    return made.tokens.tolist()
 
 
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted)
@@ -66,12 +71,12 @@ tokens = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 def test_the_guess_is_what_a_search_of_the_whole_text_finds_after_every_round(prompt, blocks, k, sizes, match):
     smallest, largest = sizes
     drafter, text = LookupDrafter(largest, smallest, match), list(prompt)
-    drafter.start(torch.tensor([prompt]), len(prompt))
+    drafter.start(standing(prompt))
     for block in [*blocks, []]:
         assert proposed(drafter, text, k) == rescan(text, k, largest, smallest, match)
         text += block
         if block:
-            drafter.keep(len(text), block)
+            drafter.keep(standing(text, block), [], ())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,7 @@ def test_the_guess_is_what_a_search_of_the_whole_text_finds_after_every_round(pr
 )
 def test_the_hard_cases_of_a_search(text, match, expected):
     drafter = LookupDrafter(2, 1, match)
-    drafter.start(torch.tensor([text]), len(text))
+    drafter.start(standing(text))
     assert proposed(drafter, text, 4) == expected
 
 
@@ -103,7 +108,7 @@ def test_a_smallest_n_gram_keeps_chance_matches_out():
     text = [1, 2, 3, 4, 1]
     for smallest, expected in ((1, [2, 3]), (2, [])):
         drafter = LookupDrafter(3, smallest)
-        drafter.start(torch.tensor([text]), len(text))
+        drafter.start(standing(text))
         assert proposed(drafter, text, 2) == expected
 
 
@@ -122,12 +127,12 @@ def test_a_round_costs_what_is_new_not_the_whole_text():
             return super().get(*entry)
 
     drafter, text = LookupDrafter(3, 1), [1, 2, 3, 4, 5]
-    drafter.start(torch.tensor([text]), 5)
+    drafter.start(standing(text))
     drafter.places = noted = Noted(drafter.places)
     for i in range(200):
         noted.writes = noted.reads = 0
         text += [i % 7, i % 5]
-        drafter.keep(len(text), text[-2:])
+        drafter.keep(standing(text, text[-2:]), [], ())
         proposed(drafter, text, 4)
         assert noted.writes == 6 and noted.reads <= 3
 
@@ -136,9 +141,8 @@ def test_a_round_costs_what_is_new_not_the_whole_text():
 
 
 def look_up(target, prompt, n: int, k: int, smallest: int = 1, largest: int = 3, match: str = "first", **options):
-    return tiny.speculated(
-        target, None, prompt, n, k, drafter=lambda task, rule: LookupDrafter(largest, smallest, match), **options
-    )
+    method = Method(LookupDrafter(largest, smallest, match), FixedK(k))
+    return run_speculative(tiny.task(target, prompt, n, **options), method).done
 
 
 cells = {
@@ -176,7 +180,7 @@ def test_the_hard_prompts_give_forty_tokens_of_greedys_own(prompt, match):
 
 def test_where_nothing_matches_a_round_is_a_plain_step_and_nothing_is_counted():
     done = look_up(TARGET, (7,), 1, 4)
-    row = counts(tiny.task(TARGET, None, n=1, k=4), done)
+    row = counts(done, 4)
     assert (row["target_passes"], row["proposed"], row["draft_passes"]) == (1, 0, 0)
     assert row["acceptance_rate"] is None and row["alpha"] is None
 
@@ -193,14 +197,14 @@ def hybrid(
     class Noted(HybridDrafter):
         def propose(self, *given):
             before = self.lookup.matches
+            work = self.work
             made = super().propose(*given)
-            rounds.append((self.lookup.matches > before, made.passes, made.count))
+            rounds.append((self.lookup.matches > before, self.work.since(work).passes, len(made)))
             return made
 
-    def drafter(task, rule):
-        return Noted(LookupDrafter(largest, smallest), model_drafter(task, rule), model_k)
-
-    return tiny.speculated(target, draft, prompt, n, k, drafter=drafter, **options), rounds
+    task = tiny.task(target, prompt, n, **options)
+    drafter = Noted(LookupDrafter(largest, smallest), draft_model(task, draft, model_k).drafter, model_k)
+    return run_speculative(task, Method(drafter, FixedK(k))).done, rounds
 
 
 @given(
@@ -217,6 +221,7 @@ def test_the_hybrid_copies_where_something_matches_and_asks_the_draft_where_not(
         if draft == "itself" and not matched:
             assert accepted == count, "the cache of a model that drafts for itself is wrong"
     assert done.draft_passes == sum(passes for _, passes, _ in rounds)
+    assert [one.draft_passes for one in done.rounds] == [passes for _, passes, _ in rounds]
 
 
 def test_the_hybrid_met_both_kinds_of_rounds():
@@ -229,11 +234,12 @@ def test_the_draft_reads_the_copied_tokens_once_when_it_is_next_asked(monkeypatc
     """No token twice, none left out: every pass of the draft feeds what is new since its last."""
     draft, ends = tiny.near(FEW, 0), []
 
-    def noted(model, ids, cache, keep):
-        ends.append((cache.get_seq_length(), ids.shape[1]))
-        return forward(model, ids, cache, keep)
+    def noted(model, tokens, cache, *more, **geometry):
+        if model is draft:
+            ends.append((cache.get_seq_length(), cache.get_seq_length() + tokens.shape[1]))
+        return forward(model, tokens, cache, *more, **geometry)
 
-    monkeypatch.setattr("spec_drafters.forward", noted)
+    monkeypatch.setattr("spec_loop.forward", noted)
     done, rounds = hybrid(FEW, draft, (1, 2, 3, 4), 60, 4)
     assert any(end - start > 2 for start, end in ends[1:]), "never asked after a copy"
     length, passes, after = 4, iter(ends[1:]), 3
@@ -245,6 +251,7 @@ def test_the_draft_reads_the_copied_tokens_once_when_it_is_next_asked(monkeypatc
         after = min(after, length - 1)
         assert matched == (count == 0) or length == 64
     assert next(passes, None) is None
+    assert done.draft_tokens_read == sum(end - start for start, end in ends[1:])
 
 
 def test_a_prompt_that_the_draft_cannot_read_leaves_the_look_up_to_itself():
@@ -270,17 +277,17 @@ def test_logits_of_the_draft_that_are_not_finite_are_noticed():
 @pytest.mark.parametrize("prompt", [*CASES[:3], (1, 2, 3, 4, 5, 6)])
 def test_generates_own_look_up_writes_the_same_tokens_round_by_round(prompt, largest, k):
     prompt = tuple(token % 8 for token in prompt)
-    task = tiny.task(FEW, None, prompt, 40, k)
-    (theirs, _), _ = run_prompt_lookup(task, largest, RoundLengths())
+    task = tiny.task(FEW, prompt, 40)
+    theirs = run_prompt_lookup(FEW, task, k, largest, RoundLengths()).done
     ours = look_up(FEW, prompt, 40, k, largest=largest)
     assert theirs.tokens == ours.tokens == tiny.greedy(FEW, prompt, 40)
-    assert theirs.emitted == ours.emitted == prompt_lookup_rounds(task, largest)
+    assert theirs.emitted == ours.emitted == prompt_lookup_rounds(FEW, task, k, largest)
     assert theirs.target_passes == ours.target_passes
 
 
 def test_generates_own_look_up_stops_at_the_same_end_token():
     end = frozenset([tiny.greedy(FEW, (1, 2, 3), 30)[-1]])
-    (theirs, _), _ = run_prompt_lookup(tiny.task(FEW, None, (1, 2, 3), 60, 4, ends=end), 3, RoundLengths())
+    theirs = run_prompt_lookup(FEW, tiny.task(FEW, (1, 2, 3), 60, ends=end), 4, 3, RoundLengths()).done
     ours = look_up(FEW, (1, 2, 3), 60, 4, ends=end)
     assert theirs.tokens == ours.tokens and theirs.tokens[-1] in end
     assert theirs.emitted == ours.emitted
@@ -291,7 +298,7 @@ def test_a_model_that_generate_refuses_is_left_out_and_said(monkeypatch, capsys)
         raise ValueError("not with this model\nmore")
 
     monkeypatch.setattr(FEW, "generate", refuses)
-    assert prompt_lookup_rounds(tiny.task(FEW, None), 3) is None
+    assert prompt_lookup_rounds(FEW, tiny.task(FEW), 3, 3) is None
     assert "left out" in capsys.readouterr().err
 
 
@@ -310,12 +317,17 @@ def strict(path) -> dict:
     return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the file"))
 
 
+def of_part(document: dict, part: str) -> list[dict]:
+    return [row for row in document["rows"] if row["part"] == part]
+
+
 def test_the_script_measures_every_method_on_every_text(quick, results, capsys):
     assert spec_lookup.main([*quick, "-k", "4", "--draft-k", "2"]) == 0
     document = strict(results)
     assert (document["experiment"], document["status"]) == ("spec_lookup", "complete")
-    costs, *rows = document["rows"]
-    assert costs["part"] == "costs" and {"1", "2", "3", "5"} <= costs["v"].keys()
+    costs, rows = of_part(document, "costs"), of_part(document, "look-up")
+    assert len(costs) == 2, "at the shortest context and at the longest"
+    assert all({"1", "2", "3", "5"} <= row["v"].keys() for row in costs) and document["rows"] == [*costs, *rows]
     assert [(row["text"], row["method"], row["k"]) for row in rows] == [
         (f"p.jsonl:{i}", method, k) for i in (1, 2) for method, k in (("lookup", 4), ("hybrid", 4), ("draft", 2))
     ]
@@ -365,36 +377,39 @@ def test_look_up_alone_loads_no_draft_and_takes_any_target(quick, results, draft
     assert spec_lookup.main([*argv, "--methods", "lookup"]) == 0
     document = strict(results)
     assert document["config"]["draft"] is None
-    assert [row.get("method") for row in document["rows"]] == [None, "lookup", "lookup"] and document["rows"][0][
-        "c"
-    ] is None
-    assert "no draft model" in capsys.readouterr().out
+    assert document["config"]["drafts"] == []
+    assert [row["method"] for row in of_part(document, "look-up")] == ["lookup", "lookup"]
+    assert all(row["c"] is None for row in of_part(document, "costs"))
+    assert " + " not in capsys.readouterr().out.splitlines()[0], "the line that names the models names one"
 
 
 def test_a_finished_run_is_taken_up_and_nothing_is_measured_again(quick, results, monkeypatch):
     argv = [*quick, "--limit", "1"]
     assert spec_lookup.main(argv) == 0
     rows = strict(results)["rows"]
-    monkeypatch.setattr("spec_harness.cells.compare", lambda *a, **b: pytest.fail("measured again"))
+    monkeypatch.setattr(spec_lookup, "measure", lambda *a, **b: pytest.fail("measured again"))
     monkeypatch.setattr(spec_lookup, "prompt_lookup_rounds", lambda *a, **b: pytest.fail("counted again"))
     assert spec_lookup.main([*argv, "--resume"]) == 0
     assert strict(results)["rows"] == rows
 
 
-def test_a_row_cut_off_before_its_last_figures_gets_them_on_resuming(quick, results):
-    assert spec_lookup.main([*quick, "--methods", "lookup"]) == 0
-    document = strict(results)
-    whole = json.loads(json.dumps(document["rows"]))
-    for name in ("match_rate", "look_up_s", "transformers_rounds", "transformers_emitted_lengths"):
-        del document["rows"][-1][name]
-    results.write_text(json.dumps(document))
-    assert spec_lookup.main([*quick, "--methods", "lookup", "--resume"]) == 0
-    row = strict(results)["rows"][-1]
-    assert (
-        row.keys() == whole[-1].keys()
-        and row["match_rate"] == whole[-1]["match_rate"]
-        and row["prompt_lookup_s"] == whole[-1]["prompt_lookup_s"]
-    )
+def test_a_row_is_written_whole_or_not_at_all_and_measured_on_resuming(quick, results, monkeypatch):
+    """Its last figures come from runs of their own: a run killed before them leaves no row that lacks them."""
+    argv = [*quick, "--methods", "lookup"]
+    assert spec_lookup.main(argv) == 0
+    whole = strict(results)
+    results.write_text(json.dumps({**whole, "rows": whole["rows"][:-1], "status": "running", "summary": {}}))
+    for name in ("look_ups", "measure"):
+        with monkeypatch.context() as killed:
+            killed.setattr(spec_lookup, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert spec_lookup.main([*argv, "--resume"]) != 0
+        assert strict(results)["rows"] == whole["rows"][:-1]
+    assert spec_lookup.main([*argv, "--resume"]) == 0
+    row, before = strict(results)["rows"][-1], whole["rows"][-1]
+    assert row.keys() == before.keys()
+    for name in ("match_rate", "transformers_rounds", "transformers_emitted_lengths", "tokens"):
+        assert row[name] == before[name]
+    assert row["look_up_s"] > 0 and len(row["prompt_lookup_s"]) == 1
 
 
 def test_rounds_that_differ_from_transformers_by_the_same_rule_fail_the_run(quick, monkeypatch, results, capsys):
@@ -419,10 +434,10 @@ def test_more_rounds_than_transformers_are_a_failed_claim_where_the_rules_can_be
     assert words in capsys.readouterr().out
 
 
-def row_of(text: str, speedup: float, low: float, high: float, method: str = "lookup", pairs: int = 3) -> dict:
-    times = {"baseline_s": [1.0] * pairs, "baseline_again_s": [1.0] * pairs}
-    return {"text": text, "method": method, "error": None, "speedup": speedup, "speedup_low": low, "speedup_high": high, "aa_high": 1.1, "near_ties": [],
-            "target_passes": 9, "transformers_rounds": 9, "look_up_s": 2e-5, "target_pass_ms": 20.0, **times}  # fmt: skip
+def row_of(text: str, speedup: float, low: float, high: float, method: str = "lookup", pairs: int = 6) -> dict:
+    times = {f"{arm}_s": [1.0] * pairs for arm in ("baseline", "speculative", "baseline_again")}
+    return {"text": text, "method": method, "error": None, "speedup": speedup, "speedup_low": low, "speedup_high": high, "aa_low": 0.95, "aa_high": 1.1,
+            "near_ties": [], "prediction_error": 0.1, "target_passes": 9, "transformers_rounds": 9, "look_up_s": 2e-5, "target_pass_ms": 20.0, **times}  # fmt: skip
 
 
 def test_the_verdict_names_where_it_pays_and_where_not():
@@ -440,7 +455,7 @@ def test_the_verdict_names_where_it_pays_and_where_not():
     )
     assert "hybrid: pays on copy (2.00x)." in said
     assert "costs 0.0010 of a target pass" in said and "36 rounds, generate's prompt look-up 36." in said
-    few = spec_lookup.verdict(args, spec_lookup.summarise([row_of("copy", 3.0, 2.5, 3.5, pairs=2)]))
+    few = spec_lookup.verdict(args, spec_lookup.summarise([row_of("copy", 3.0, None, None, pairs=5)]))
     assert "too few pairs" in few and "pays on copy" not in few
 
 
@@ -463,7 +478,7 @@ def test_a_run_of_which_nothing_could_be_measured_fails(quick, monkeypatch, resu
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("spec_harness.cells.compare", full)
+    monkeypatch.setattr(spec_lookup, "measure", full)
     assert spec_lookup.main(quick) == 1
     assert "nothing could be measured" in capsys.readouterr().out and strict(results)["status"] == "failed"
 
@@ -480,10 +495,13 @@ def test_a_run_of_which_nothing_could_be_measured_fails(quick, monkeypatch, resu
         (["--match", "longest"], ["--match", "longest", "first", "latest"]),
         (["--workload", "poetry"], ["--workload poetry: unknown; choose all", *GROUNDED, *WORKLOADS]),
         (["--target", "somewhere/else"], ["--draft: missing", "--methods lookup"]),
+        (["--methods", "lookup", "--k-policy", "confidence"], ["--k-policy confidence", "choose cost"]),
+        (["--loop", "essay", "--k-policy", "cost"], ["--k-policy", "--loop essay"]),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(argv, words, capfd, monkeypatch):
-    monkeypatch.setattr(spec_lookup, "load_pair", lambda *a, **b: pytest.fail("models were loaded first"))
+    for module in ("spec_lookup", "spec_harness.options"):
+        monkeypatch.setattr(f"{module}.load_pair", lambda *a, **b: pytest.fail("models were loaded first"))
     try:
         code = spec_lookup.main(argv)
     except SystemExit as left:
@@ -505,6 +523,7 @@ def test_the_grounded_prompts_hold_their_own_text_and_are_named_apart():
 @pytest.mark.parametrize("policy", ["heuristic", "confidence", "cost"])
 def test_a_k_policy_changes_the_rounds_and_never_the_text(policy, quick, results, capsys):
     assert spec_lookup.main([*quick, "--limit", "1", "--methods", "lookup", "hybrid", "--k-policy", policy]) == 0
-    rows = strict(results)["rows"][1:]
+    rows = of_part(strict(results), "look-up")
+    assert [row["method"] for row in rows] == ["lookup", "hybrid"]
     assert all(row["exact"] and row["tokens"] == tiny.greedy(tiny.llama(), [5, 6, 7, 5, 6, 7, 5], 24) for row in rows)
     assert "not the same rule" in capsys.readouterr().out

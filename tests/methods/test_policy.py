@@ -1,7 +1,9 @@
 """k policies: what they ask for, what they learn, and that none of them can change a text."""
 
+from __future__ import annotations
+
+import copy
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 
 import spec_adaptive
 import tiny
-from spec_adaptive import oracle_speedup, right_guesses
-from spec_harness.cells import run_speculative
+from spec_adaptive import cheapest_way, on_one_ruler, right_guesses, run_requests
+from spec_decode import counts
+from spec_harness.arms import Method, draft_model, run_speculative
 from spec_harness.theory import best_k, interpolated
 from spec_methods.policy import (
     FORGET,
@@ -19,7 +22,6 @@ from spec_methods.policy import (
     PROBE_EVERY,
     Confidence,
     Cost,
-    FixedK,
     Schedule,
     make_policy,
 )
@@ -34,11 +36,12 @@ def feed(policy, rounds, outcome, confident=False, confidence=0.5):
     """What a policy asked for over some rounds; `outcome(asked)` is how many guesses were right."""
     asked = []
     for _ in range(rounds):
-        k = policy.ahead(confident)
+        budget = policy.budget(confident)
+        assert confident or budget.enough is None, "no confidence will be there to look at"
         made = 0
-        while made < k:
+        while made < budget.depth:
             made += 1
-            if confident and policy.reads_confidence and policy.enough(confidence):
+            if budget.enough and budget.enough(confidence):
                 break
         asked.append(made)
         policy.learn(made, outcome(made))
@@ -49,7 +52,7 @@ def test_the_schedule_goes_up_by_two_and_down_by_one():
     policy = Schedule(8)
     assert feed(policy, 3, lambda k: k) == [5, 7, 8]
     assert feed(policy, 9, lambda k: 0) == [8, 7, 6, 5, 4, 3, 2, 1, 1]
-    assert Schedule(3).ahead(True) == 3
+    assert Schedule(3).budget(True) == (3, None)
 
 
 def test_a_round_without_guesses_teaches_nothing():
@@ -85,8 +88,10 @@ def test_cost_without_confidences_comes_to_the_k_of_the_formula(alpha, c):
     policy = Cost(8, c, v)
     policy.right, policy.judged = alpha * 1e6, 1e6
     wanted, _ = best_k(alpha, c, v, 8)
-    assert policy.ahead(False) == wanted
-    assert policy.ahead(True) == (8 if wanted else 0), "with confidences, `enough` ends the block"
+    assert policy.budget(False) == (wanted, None)
+    with_confidences = policy.budget(True)
+    assert with_confidences.depth == (8 if wanted else 0), "with confidences, `enough` ends the block"
+    assert bool(with_confidences.enough) == bool(wanted)
 
 
 def test_cost_drafts_on_behind_a_sure_guess_and_stops_behind_a_doubtful_one():
@@ -121,63 +126,120 @@ def test_cost_never_leaves_its_bounds(rounds):
     c=st.floats(0, 1),
 )
 def test_no_policy_changes_the_text(draft, name, k, n, c):
-    policy = lambda task: make_policy(name, max(k, 1), c, FREE)  # noqa: E731
-    task = replace(tiny.task(TARGET, DRAFTS[draft], n=n, k=max(k, 1)), policy=policy)
-    (done, _), _ = run_speculative(task)
+    policy = make_policy(name, max(k, 1), c, FREE)
+    done = tiny.speculated(TARGET, DRAFTS[draft], n=n, policy=policy)
     assert done.tokens == tiny.greedy(TARGET, tiny.PROMPT, n)
-    assert max(map(len, done.proposals)) <= max(k, 1)
+    assert policy.most == max(k, 1) and max(map(len, done.proposals)) <= max(k, 1)
+
+
+def judged_as_foreseen(target, draft, n: int, k: int):
+    """Against the loop itself: at every round of a run, that many of its guesses were kept, as far as it looked."""
+    task = tiny.task(target, n=n)
+    method = draft_model(task, draft, k)
+    done = run_speculative(task, method).done
+    runs, place = right_guesses(task, method.drafter, done.tokens), 0
+    for guesses, kept, emitted in zip(done.proposals, done.accepted, done.emitted, strict=True):
+        assert min(runs[place], len(guesses)) == kept
+        yield guesses, runs[place], place
+        place += emitted
+    assert place == len(done.tokens)
 
 
 def test_the_oracle_knows_where_the_draft_is_right():
-    """Against the loop itself: at every round of a run, that many of its guesses were kept, as far as it looked."""
-    task = tiny.task(TARGET, DRAFTS["near"], n=30, k=4)
-    (done, _), _ = run_speculative(task)
-    runs, place = right_guesses(task, done.tokens), 0
-    for guesses, kept, emitted in zip(done.proposals, done.accepted, done.emitted, strict=True):
-        assert min(runs[place], len(guesses)) == kept
-        place += emitted
+    assert any(guesses for guesses, _, _ in judged_as_foreseen(TARGET, DRAFTS["near"], 30, 4))
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(176, 160), (160, 176)])
 def test_the_oracle_takes_padded_tables(ours, theirs):
     """Ids that the draft cannot read silence it; ids that the target lacks it never says."""
-    task = tiny.task(tiny.qwen2(vocab_size=ours), tiny.qwen2(seed=1, vocab_size=theirs), n=40, k=4)
-    (done, _), _ = run_speculative(task)
-    runs, place = right_guesses(task, done.tokens), 0
-    for guesses, kept, emitted in zip(done.proposals, done.accepted, done.emitted, strict=True):
-        assert min(runs[place], len(guesses)) == kept
-        assert guesses or not runs[place] or place + 1 == len(done.tokens)
-        place += emitted
+    models = tiny.qwen2(vocab_size=ours), tiny.qwen2(seed=1, vocab_size=theirs)
+    for guesses, right, place in judged_as_foreseen(*models, 40, 4):
+        assert guesses or not right or place + 1 == 40
 
 
 def test_the_oracle_is_no_worse_than_any_fixed_k():
+    """On the one ruler that both are laid on."""
     costs = {"v": {"1": 1.0, "2": 1.05, "9": 1.4}, "c": 0.1}
     v = interpolated({1: 1.0, 2: 1.05, 9: 1.4})
     for draft in DRAFTS.values():
-        task = tiny.task(TARGET, draft, n=40)
-        (plain, _), _ = run_speculative(replace(task, k=1))
-        ideal = oracle_speedup(right_guesses(task, plain.tokens), 8, costs)
+        task = tiny.task(TARGET, n=40)
+        method = draft_model(task, draft, 1)
+        ideal = cheapest_way(right_guesses(task, method.drafter, run_speculative(task, method).done.tokens), 8, costs)
         for k in range(9):
-            (done, _), _ = run_speculative(replace(task, k=k, policy=lambda _, k=k: FixedK(k)))
+            done = run_speculative(task, draft_model(task, draft, k)).done
             spent = done.draft_passes * 0.1 + sum(v(len(g) + 1) + LOOP_OVERHEAD for g in done.proposals)
-            assert 40 / spent <= ideal + 1e-9
+            assert on_one_ruler(counts(done, k), costs) == pytest.approx(40 * (1 + LOOP_OVERHEAD) / spent)
+            assert 40 * (1 + LOOP_OVERHEAD) / spent <= ideal + 1e-9
 
 
 def test_the_oracle_keeps_no_guess_that_is_wrong():
-    wrong = tiny.task(TARGET, DRAFTS["wrong"], n=20)
-    (plain, _), _ = run_speculative(wrong)
-    assert oracle_speedup(
-        right_guesses(wrong, plain.tokens), 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1}
-    ) == pytest.approx(1 / (1 + LOOP_OVERHEAD))
+    """Nothing is left but plain steps, which are what plain decoding takes."""
+    task = tiny.task(TARGET, n=20)
+    method = draft_model(task, DRAFTS["wrong"], 3)
+    runs = right_guesses(task, method.drafter, run_speculative(task, method).done.tokens)
+    assert cheapest_way(runs, 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1}) == pytest.approx(1)
 
 
 def test_the_loop_asks_the_policy_after_every_guess():
     for threshold, longest in ((1.1, 1), (0.0, 4)):
-        task = replace(
-            tiny.task(TARGET, TARGET, n=20, k=4), policy=lambda _, threshold=threshold: Confidence(4, threshold)
-        )
-        (done, _), _ = run_speculative(task)
+        done = tiny.speculated(TARGET, TARGET, n=20, policy=Confidence(4, threshold))
         assert max(map(len, done.proposals)) == longest
+
+
+# ----------------------------------------------------------------------------------------------------- from text to text
+
+
+def taught(name: str):
+    """A policy after some rounds in which nothing was right."""
+    policy = make_policy(name, 8, 0.1, interpolated({1: 1.0, 9: 1.4}), LOOP_OVERHEAD)
+    feed(policy, 20, lambda k: 0, True, 0.6)
+    return policy
+
+
+def known(policy) -> dict:
+    return {name: value for name, value in vars(policy).items() if name not in ("confidences", "reach", "tokens")}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_begun_again_is_a_fresh_one(name):
+    policy = taught(name)
+    policy.begin()
+    assert vars(policy) == vars(make_policy(name, 8, 0.1, interpolated({1: 1.0, 9: 1.4}), LOOP_OVERHEAD))
+
+
+@pytest.mark.parametrize("name", ["heuristic", "cost"])
+def test_a_policy_forgets_between_texts_unless_it_is_to_go_on(name):
+    """The second of two texts counts as it does alone; where it goes on, as what was learnt from the first has it."""
+    task = tiny.task(TARGET, n=40)
+    wrong, right = DRAFTS["wrong"], DRAFTS["itself"]
+    policy = taught(name)
+
+    def second(go_on: bool):
+        run_speculative(task, Method(draft_model(task, wrong, 8).drafter, policy))
+        left = copy.copy(policy)
+        done = run_speculative(task, Method(draft_model(task, right, 8).drafter, policy), go_on=go_on).done
+        return done, left
+
+    alone = run_speculative(task, Method(draft_model(task, right, 8).drafter, taught(name))).done
+    forgot, _ = second(go_on=False)
+    assert forgot == alone, "what came before, in the test or in the first text, is forgotten"
+    went_on, left = second(go_on=True)
+    assert len(went_on.proposals[0]) < len(alone.proposals[0]) and went_on.tokens == alone.tokens
+    # The same rounds again, from what the first text left behind.
+    again = run_speculative(task, Method(draft_model(task, right, 8).drafter, left), go_on=True).done
+    assert again == went_on and known(left) == known(policy)
+
+
+def test_requests_written_one_after_the_other_teach_one_policy_and_a_new_arm_begins_anew():
+    tasks = {name: tiny.task(TARGET, prompt, 30) for name, prompt in (("one", tiny.PROMPT), ("two", (7, 8, 9)))}
+    drafter = draft_model(tasks["one"], DRAFTS["itself"], 8).drafter
+    method = Method(drafter, Schedule(8))
+    first = run_requests(tasks, method)
+    assert [len(run.done.proposals[0]) for run in first.runs.values()] == [5, 8]
+    again = run_requests(tasks, method)
+    assert [run.done for run in again.runs.values()] == [run.done for run in first.runs.values()]
+    apart = [run_speculative(task, method).done for task in tasks.values()]
+    assert [len(done.proposals[0]) for done in apart] == [5, 5]
 
 
 def test_guesses_behind_a_wrong_one_were_never_judged():
@@ -189,9 +251,9 @@ def test_guesses_behind_a_wrong_one_were_never_judged():
 
 @pytest.fixture
 def small(target_folder, draft_folder, results, monkeypatch):
-    monkeypatch.setattr(spec_adaptive, "WORKLOADS", {"one": "w1 w5 w9", "two": "w2 w2 w3"})
+    monkeypatch.setattr("spec_harness.options.WORKLOADS", {"one": "w1 w5 w9", "two": "w2 w2 w3"})
     pair = ["--target", target_folder, "--draft", draft_folder, "--results", str(results)]
-    return [*pair, "--n-tokens", "12", "--ks", "1,3", "-k", "4", "--repeats", "3", "--warmup", "0", "--threads", "1"]
+    return [*pair, "--n-tokens", "12", "--ks", "1,3", "-k", "4", "--repeats", "6", "--warmup", "0", "--threads", "1"]
 
 
 def test_the_script_compares_every_policy_and_goes_on_where_it_was(small, results, capsys):
@@ -224,10 +286,10 @@ def test_a_sweep_that_was_killed_anywhere_is_finished(small, results, kept, caps
 def test_a_text_that_is_not_the_targets_own_fails_the_run(small, monkeypatch, capsys):
     real = spec_adaptive.run_speculative
 
-    def spoiled(task, *rest):
-        (done, prefill_s), decode_s = real(task, *rest)
-        done.tokens[-1] ^= 1
-        return (done, prefill_s), decode_s
+    def spoiled(*given, **more):
+        run = real(*given, **more)
+        run.done.tokens[-1] ^= 1
+        return run
 
     monkeypatch.setattr(spec_adaptive, "run_speculative", spoiled)
     assert spec_adaptive.main(small) == 1

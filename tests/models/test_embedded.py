@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from spec_common import UserError
-from spec_harness.reference import run_generate
+from spec_harness.reference import generated
 from spec_models import embedded
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks
@@ -158,8 +158,8 @@ def test_the_real_target_writes_exact_text(embedded_target, monkeypatch):
     prompt = target.tokenizer("One green bottle on the wall. Two green bottles on the wall. Three green bottles on")[
         "input_ids"
     ]
-    (witness, _), _ = run_generate(tiny.task(target.model, few, prompt, 20, 4), assisted=False)
-    alone = tiny.plainly(target.model, target.model, prompt, 20)
+    witness = generated(target.plain or target.model, tiny.task(target.model, prompt, 20), None).done
+    alone = tiny.plainly(target.model, prompt, 20)
     itself = tiny.speculated(target.model, target.model, prompt, 20, 4)
     cheap = tiny.speculated(target.model, few, prompt, 20, 4, loop="essay")
     dear = tiny.speculated(target.model, most, prompt, 20, 4)
