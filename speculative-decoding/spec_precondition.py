@@ -26,6 +26,7 @@ from spec_common import (
     set_up,
     whole_list,
 )
+from spec_harness import variants
 from spec_harness.costs import (
     DRAFT_PASSES,
     costs_of,
@@ -150,8 +151,9 @@ def cost_table(rows: list[dict], essay: bool) -> str:
     return markdown_table(shown, columns)
 
 
-def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
-    """The model, and the draft if one is asked for; with --random-weights from their shapes alone. Raises UserError."""
+def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None, dict]:
+    """The model, the draft if one is asked for, and the model again for each comparison asked for; with --random-weights
+    from their shapes alone. Raises UserError."""
     kind = linear_kind(args, device, dtype)
     if args.random_weights:
         both = [load_random(name, flag, device, dtype, args.revision, args.trust_remote_code)
@@ -164,10 +166,15 @@ def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
             else []
         )
     model, drafts = both[0], [in_form(args, both[0], one, args.draft_vocab) for one in both[1:]]
+    compared = {}
+    if args.compare_linears:
+        compared["linears"] = variants.in_each_kind(model, args.pass_form)
+    if args.compare_passes:
+        compared["passes"] = variants.in_each_pass(model, kind)
     pack(args, model, drafts, kind)
     for one in [model, *drafts]:
         check_room(one, args.context, max(*args.tokens, DRAFT_PASSES), "--context or --tokens")
-    return model, drafts[0] if drafts else None
+    return model, drafts[0] if drafts else None, compared
 
 
 def parse_args(argv):
@@ -197,6 +204,14 @@ def parse_args(argv):
     parser.add_argument(
         "--vs-plain", action="store_true", help="time the model with plain nn.Linear layers in the same turns (CPU)"
     )
+    parser.add_argument(
+        "--compare-linears",
+        action="store_true",
+        help="V(n) with every kind of linear layer, in turns with one another (CPU)",
+    )
+    parser.add_argument(
+        "--compare-passes", action="store_true", help="V(n) in both forms of pass, in turns with one another"
+    )
     parser.set_defaults(repeats=20, warmup=3)  # a pass is short: more turns, a steadier median
     return parser.parse_args(argv)
 
@@ -211,7 +226,7 @@ def main(argv=None) -> int:
         if device.type != "cpu" or args.random_weights:
             raise UserError("--vs-plain: compares linear layers on a CPU with real weights; leave it out")
         plain = load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code).model
-    model, draft = load_models(args, device, dtype)
+    model, draft, compared = load_models(args, device, dtype)
     models = [one.model for one in (model, draft) if one]
     print(
         f"{model.name}{f' + {form(draft)}' if draft else ''}, {device}, {dtype_name(dtype)}, context {args.context}, linear layers: {model.about['cpu_linear']}\n"
@@ -228,9 +243,15 @@ def main(argv=None) -> int:
         )
         for row in rows:
             file.add(row)
+        summary["compared"] = {
+            name: variants.measure(models, ids, args.context, args.tokens, args.repeats, args.warmup)
+            for name, models in compared.items()
+        }
         file.finish(summary)
     essay = args.model == FIGURES["setup"]["target"] and not args.random_weights
     print(cost_table(rows, essay))
+    for name, found in summary["compared"].items():
+        print(f"\n{name} side by side\n\n{variants.table(found)}")
     if draft:
         print(
             f"\none draft pass {summary['draft_pass_ms']:.2f} ms, c = {summary['c']:.3f} ({summary['c_interval']['low']:.3f} to {summary['c_interval']['high']:.3f})"

@@ -260,7 +260,9 @@ def pack_linear(loaded: Loaded, kind: str, done: dict | None = None) -> None:
         left = cpu_linear.pack(forms, kind, done)
     except UserError as error:
         raise UserError(f"{loaded.flag} {loaded.name}: {error}") from error
-    loaded.about["plain_linears"] = len(left)
+    loaded.about.update(cpu_linear=kind, plain_linears=len(left))
+    if loaded.model.device.type == "cpu":
+        loaded.about["cpu_linear_trial_ms"] = cpu_linear.trial_ms(loaded.model.dtype)
     if left:
         say(
             f"{loaded.flag} {loaded.name}: {len(left)} linear layers stay plain, the first {left[0]}: half precision "
