@@ -16,6 +16,7 @@ from pathlib import Path
 
 from spec_cli import at_least, command, fraction, make_parser, reachable, whole_list
 from spec_common import UserError, interval_text, paired_ratio, say
+from spec_harness import variants
 from spec_harness.costs import (
     DRAFT_PASSES,
     costs_of,
@@ -176,10 +177,21 @@ def load_models(args, device, dtype):
         both = [load(args.model, "--model", device, dtype, args.revision, trust)]
         both += [load_draft(both[0], args.draft, device, dtype, None, trust)] if args.draft is not None else []
     model, drafts = both[0], [in_form(args, both[0], one, args.draft_vocab) for one in both[1:]]
+    args.compared = compared_forms(args, model, kind)
     pack(args, model, drafts, kind)
     for one in [model, *drafts]:
         check_room(one, args.context, max(*args.tokens, 2 * DRAFT_PASSES), "--context or --tokens")
     return model, drafts
+
+
+def compared_forms(args, model, kind: str) -> dict:
+    """The model once more in each form of a comparison that was asked for, before it is packed itself. Raises UserError."""
+    compared = {}
+    if args.compare_linears:
+        compared["linear layers"] = variants.in_each_kind(model, args.pass_form)
+    if args.compare_passes:
+        compared["forms of pass"] = variants.in_each_pass(model, kind)
+    return compared
 
 
 def other_forms(args, device, dtype) -> dict:
@@ -221,6 +233,14 @@ def parse_args(argv):
     parser.add_argument(
         "--vs-plain", action="store_true", help="time the model with plain nn.Linear layers in the same turns (CPU)"
     )
+    parser.add_argument(
+        "--compare-linears",
+        action="store_true",
+        help="V(n) with every kind of linear layer, in turns with one another (CPU)",
+    )
+    parser.add_argument(
+        "--compare-passes", action="store_true", help="V(n) in both forms of pass, in turns with one another"
+    )
     parser.set_defaults(repeats=20, warmup=3)  # a pass is short: more turns, a steadier median
     return parser.parse_args(argv)
 
@@ -230,8 +250,10 @@ def main(argv=None) -> int:
     args = parse_args(argv)
     args.tokens = sorted({1, *args.tokens})  # every cost is told against one token
     alpha, source = assumed_alpha(args)
+    args.compared = {}
     forms = lambda model: other_forms(args, model.model.device, model.model.dtype)  # noqa: E731
     with open_run(args, "spec_precondition", load=load_models, ready=forms) as (file, model, drafts, others):
+        compared = args.compared
         say(f"{args.repeats} turns of passes over {', '.join(map(str, args.tokens))} tokens ...")
         draft = drafts[0] if drafts else None
         rows, summary = run(args, model.model, draft and draft.model, others)
@@ -239,9 +261,16 @@ def main(argv=None) -> int:
         summary["advice"] = advise(rows, c, alpha, source)
         for row in rows:
             file.add(row)
+        ids = random_ids([model.model], args.context + max(args.tokens))
+        summary["compared"] = {
+            name: variants.measure_variants(models, ids, args.context, args.tokens, args.repeats, args.warmup)
+            for name, models in compared.items()
+        }
         file.finish(summary)
     essay = args.model == FIGURES["setup"]["target"] and not args.random_weights
     print(f"context {args.context}\n\n{cost_table(rows, essay)}")
+    for name, found in summary["compared"].items():
+        print(f"\n{name} side by side\n\n{variants.table(found)}")
     if draft:
         interval = interval_text(summary["c_interval"]["low"], summary["c_interval"]["high"], 3)
         ms = f"one draft pass {summary['draft_pass_ms']:.2f} ms"

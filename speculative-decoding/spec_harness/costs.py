@@ -15,6 +15,7 @@ DRAFT_PASSES = 4  # draft passes are timed so many in a row, as a round runs the
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
 SQUARE = {"cpu": 2048}  # side of the matrix product that measures the arithmetic rate; 4096 elsewhere
 LIMIT_TRIES = 8
+FIRST_SIDE, LONGEST_PRODUCT = 128, 1.0
 COST_REPEATS, COST_WARMUP = 15, 2  # passes are short: more turns than whole texts get
 
 
@@ -170,11 +171,21 @@ def costs_at(rows: list[dict], context: int) -> dict:
     }
 
 
+def affordable_side(side: int, device: torch.device, dtype: torch.dtype) -> int:
+    """`side`, or half of it and so on until a product of two squares should take no longer than LONGEST_PRODUCT seconds:
+    without a dtype's instructions a CPU would take minutes. A small first product says how fast it is."""
+    first = torch.ones(FIRST_SIDE, FIRST_SIDE, dtype=dtype, device=device)
+    seconds = min(timed(lambda: first @ first, device).seconds for _ in range(3))
+    while side > FIRST_SIDE and seconds * (side / FIRST_SIDE) ** 3 > LONGEST_PRODUCT:
+        side //= 2
+    return side
+
+
 @torch.inference_mode()
 def device_limits(device: torch.device, dtype: torch.dtype) -> dict:
     """Read bandwidth (bytes/s) and matrix-product rate (multiply-adds counted as 2 operations/s), the best of a few tries."""
     block = torch.ones(READ_BYTES.get(device.type, 1 << 30) // dtype.itemsize, dtype=dtype, device=device)
-    side = SQUARE.get(device.type, 4096)
+    side = affordable_side(SQUARE.get(device.type, 4096), device, dtype)
     a = torch.ones(side, side, dtype=dtype, device=device)
     read = min(timed(block.sum, device).seconds for _ in range(LIMIT_TRIES))
     multiply = min(timed(lambda: a @ a, device).seconds for _ in range(LIMIT_TRIES))

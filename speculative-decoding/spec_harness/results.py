@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 # Options that change where things go, not what is measured: they may differ between a run and its resumption.
 TEXTS = ("--prompt", "--text")
-NOT_SETTINGS = {"results", "resume", "revision", "draft_revision"}
+NOT_SETTINGS = {"results", "resume", "revision", "draft_revision", "compared", "wide"}
 
 
 def git(*arguments: str) -> str | None:
@@ -128,6 +128,13 @@ def settings(args, **more) -> dict:
     )
 
 
+def lasting(setting):
+    """A setting without what was timed to choose it, which comes out otherwise in every run."""
+    if not isinstance(setting, dict):
+        return setting
+    return {name: one for name, one in setting.items() if not name.endswith("_ms")}
+
+
 class ResultFile:
     """One result file while it is being made: `rows` found on resuming, `add` for each new one.
 
@@ -203,7 +210,7 @@ class ResultFile:
             if not isinstance(theirs, dict) or not isinstance(old.get("rows"), list):
                 return "it is no result file"
             for name in [*mine[part], *theirs]:
-                if name not in ignored and mine[part].get(name) != theirs.get(name):
+                if name not in ignored and lasting(mine[part].get(name)) != lasting(theirs.get(name)):
                     return f"{name}: {theirs.get(name)} there, {mine[part].get(name)} here"[:200]
         return None if old.get("schema_version") == SCHEMA_VERSION else "it has another schema"
 

@@ -114,7 +114,8 @@ def baseline_rows(target, batch: Batch, ends: frozenset[int] = frozenset()) -> B
 
 
 class Plan:
-    """A round's plan: how many guesses each row has, and what it has read. The lists go to the device once a change."""
+    """A round's plan: how many guesses each row has, and what its drafting took, as if alone (`work`, which a drafter with
+    a model sets). The lists go to the device once a change."""
 
     def __init__(self, batch: Batch, confident: bool):
         budgets = [row.policy.budget(confident) for row in batch.rows]
@@ -122,6 +123,7 @@ class Plan:
         wanted = zip(batch.rows, budgets, strict=True)
         self.counts = [0 if row.blind else min(budget.depth, row.end - row.length - 1) for row, budget in wanted]
         self.enough = [budget.enough for budget in budgets]
+        self.work = [Work(0, 0)] * len(batch.rows)
         self.lengths, self.device = [row.length for row in batch.rows], batch.ids.device
         self.begin()
 
@@ -179,8 +181,10 @@ class ModelRows:
             i += 1
             self.stop_where_enough(plan, i, out.logits[:, -1], picked)
             batch.watch("pick")
-        for row, count in zip(rows, plan.counts, strict=True):
-            row.read = row.length + count - 1 if count else row.read
+        for place, (row, count) in enumerate(zip(rows, plan.counts, strict=True)):
+            if count:
+                plan.work[place] = Work(count, row.length + count - 1 - row.read)
+                row.read = row.length + count - 1
         return finite, missing
 
     def stop_where_enough(self, plan: Plan, made: int, logits: torch.Tensor, picked: torch.Tensor) -> None:
@@ -290,8 +294,7 @@ def keep_rows(batch: Batch, drafter, plan: Plan, read: list[int], ends: frozense
         drafter.keep(place, row, block)
         row.policy.learn(count, accepted)
         verdict = Verdict(list(range(accepted)), choices[accepted], guesses, True)
-        passes = count if drafter.model is not None else 0
-        count_round(row.done, Proposal(batch.ids[0, :count]), verdict, block, Work(passes, passes), row.ended)
+        count_round(row.done, Proposal(batch.ids[0, :count]), verdict, block, plan.work[place], row.ended)
         row.done.target_passes += 1
         written += len(block)
     return written

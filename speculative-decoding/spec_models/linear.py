@@ -162,17 +162,17 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 @torch.inference_mode()
-def emulation_factor(device: torch.device, dtype: torch.dtype) -> float | None:
-    """How many times slower than float32 this CPU multiplies matrices in that dtype, where it has no instructions for it;
-    None where it has. The products start small and end once one takes 20 ms, so that no emulation holds up a run."""
+def emulation_factors(device: torch.device, dtype: torch.dtype) -> dict[int, float] | None:
+    """How many times as long as in float32 a linear layer takes on this CPU over 8 rows (a block) and 64 (a prompt), where
+    it has no instructions for the dtype; None where it has. The layer is small: no emulation may hold up a run."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16) or works("packed", dtype):
         return None
-    for side in (64, 128, 256, 512):
-        a, b = (torch.ones(side, side, dtype=one) for one in (dtype, torch.float32))
-        slow, fast = (min(timed(lambda m=m: m @ m, device)[1] for _ in range(3)) for m in (a, b))
-        if slow > 0.02:
-            break
-    return slow / fast
+    best: dict[tuple, float] = {}
+    for rows in (8, 64):
+        for one in (dtype, torch.float32):
+            layer, block = drawn_layer(512, 512, one), drawn(rows, 512, dtype=one)
+            best[rows, one] = min(timed(lambda layer=layer, block=block: layer(block), device)[1] for _ in range(3))
+    return {rows: best[rows, dtype] / best[rows, torch.float32] for rows in (8, 64)}
 
 
 # -------------------------------------------------------------------------------------------------------------- packing

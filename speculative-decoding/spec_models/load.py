@@ -244,11 +244,11 @@ def linear_kind(args, device: torch.device, dtype: torch.dtype) -> str:
         kind = cpu_linear.choose(args.cpu_linear, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
-    factor = cpu_linear.emulation_factor(device, dtype)
-    if factor is not None:
+    slower = cpu_linear.emulation_factors(device, dtype)
+    if slower is not None:
         say(
-            f"--dtype {dtype_name(dtype)}: this processor has no instructions for it; emulated, a product takes "
-            f"{factor:.1f} times as long as in float32"
+            f"--dtype {dtype_name(dtype)}: this processor has no instructions for it; emulated, a linear layer takes "
+            f"{slower[8]:.1f} times as long as in float32 over 8 rows, {slower[64]:.1f} times over 64"
         )
     return kind
 
@@ -261,7 +261,9 @@ def pack_linear(loaded: Loaded, kind: str, done: dict | None = None) -> None:
         left = cpu_linear.pack(forms, kind, done)
     except UserError as error:
         raise UserError(f"{loaded.flag} {loaded.name}: {error}") from error
-    loaded.about["plain_linears"] = len(left)
+    loaded.about.update(cpu_linear=kind, plain_linears=len(left))
+    if loaded.model.device.type == "cpu":
+        loaded.about["cpu_linear_trial_ms"] = cpu_linear.trial_ms(loaded.model.dtype)
     if left:
         say(
             f"{loaded.flag} {loaded.name}: {len(left)} linear layers stay plain, the first {left[0]}: half precision "

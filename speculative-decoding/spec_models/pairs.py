@@ -203,7 +203,7 @@ def pack(args, target: Loaded, drafts: list[Loaded], kind: str) -> None:
         check_blocks(one)
         if id(one.model) not in tried:
             tried[id(one.model)] = fused.prove_rows(one.model) if one.about["pass"] == "fused" else 0
-        one.about.update(dtype=dtype_name(one.model.dtype), cpu_linear=kind, rows_independent=tried[id(one.model)])
+        one.about.update(dtype=dtype_name(one.model.dtype), rows_independent=tried[id(one.model)])
 
 
 def load_pair(

@@ -12,17 +12,20 @@ import torch
 import transformers as T
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spec_harness.batch_costs import pass_seconds, predicted_speedup
 
 import spec_batch
 import tiny
-from spec_common import UserError
-from spec_harness import batches
-from spec_harness.batches import Requests, pooled
-from spec_harness.cells import Mismatch, counts
+from spec_common import UserError, Watch
+from spec_decode import Mismatch, counts
+from spec_harness.arms import Method, run_speculative
+from spec_harness.batches import BatchRun, Requests, all_rows, predicted_speedup, run_batches, seconds_by_rows
+from spec_harness.theory import interpolated
 from spec_loop import DecodingError
 from spec_methods import batch as batch_loop
-from spec_methods.batch import BatchDrafter
+from spec_methods import rows as row_cache
+from spec_methods.batch import LookupRows, ModelRows
+from spec_methods.lookup import MATCHES, LookupDrafter
+from spec_methods.policy import POLICIES, FixedK, make_policy
 from spec_methods.rows import RowCache, check_rows, feed, mask_of, read_prompts
 from spec_models.checks import Loaded
 from spec_models.vocab import cut_head
@@ -38,16 +41,21 @@ DRAFTS = {
 LLAMA = TARGETS["llama"]
 
 
-def speculated(target, draft, prompts, budgets, k, ends=frozenset()):
-    batch = batch_loop.prefill(target, [torch.tensor([prompt]) for prompt in prompts], budgets, k)
-    drafter = BatchDrafter(draft, target.get_input_embeddings().weight.shape[0])
+def guessed(target, drafter, prompts, budgets, policy, ends=frozenset()):
+    """A batch by any drafter and policy."""
+    batch = batch_loop.prefill_rows(target, [torch.tensor([prompt]) for prompt in prompts], budgets, policy.most)
     drafter.start(batch)
-    return batch_loop.speculate(target, drafter, batch, k, ends)
+    return batch_loop.speculate_rows(target, drafter, batch, policy, ends)
+
+
+def speculated(target, draft, prompts, budgets, k, ends=frozenset()):
+    rows = target.get_input_embeddings().weight.shape[0]
+    return guessed(target, ModelRows(draft, rows), prompts, budgets, FixedK(k), ends)
 
 
 def plainly(target, prompts, budgets, ends=frozenset()):
-    return batch_loop.baseline(
-        target, batch_loop.prefill(target, [torch.tensor([prompt]) for prompt in prompts], budgets, 0), ends
+    return batch_loop.baseline_rows(
+        target, batch_loop.prefill_rows(target, [torch.tensor([prompt]) for prompt in prompts], budgets, 0), ends
     )
 
 
@@ -86,8 +94,53 @@ def test_every_row_counts_what_its_request_counts_alone(rows, draft, k, ends):
     batch = speculated(LLAMA, draft, prompts, list(budgets), k, ends)
     assert batch.done == [tiny.speculated(LLAMA, draft, prompt, n, k, ends=ends) for prompt, n in rows]
     assert plainly(LLAMA, prompts, list(budgets), ends).done == [
-        tiny.plainly(LLAMA, LLAMA, prompt, n, ends=ends) for prompt, n in rows
+        tiny.plainly(LLAMA, prompt, n, ends=ends) for prompt, n in rows
     ]
+
+
+@settings(max_examples=25)
+@given(
+    rows=rows, draft=st.sampled_from(["itself", "near", "wrong"]), name=st.sampled_from(POLICIES),
+    k=st.integers(1, 6), c=st.floats(0, 0.5), ends=ends_sets,
+)  # fmt: skip
+def test_every_policy_gives_every_row_its_own_text_and_counts(rows, draft, name, k, c, ends):
+    """Each row by a policy of its own, which knows nothing of its neighbours, nor of the batch before."""
+    draft, (prompts, budgets) = DRAFTS["llama"][draft], zip(*rows, strict=True)
+    policy = make_policy(name, k, c, interpolated({1: 1.0, 9: 1.4}), overhead=0.02)
+    expected = [tiny.speculated(LLAMA, draft, prompt, n, ends=ends, policy=policy) for prompt, n in rows]
+    policy.learn(k, 0)  # what it knows by now must not matter
+    batch = guessed(LLAMA, ModelRows(draft, 64), prompts, list(budgets), policy, ends)
+    assert batch.done == expected
+    assert texts(batch) == [own_text(LLAMA, prompt, n, ends) for prompt, n in rows]
+
+
+FEW = tiny.llama(vocab_size=8, dtype=torch.float64)  # its texts repeat themselves
+FEW_PROMPTS = [(7,), (1, 2, 3, 1, 2), (5,) * 10, (0, 1, 2, 3, 4, 5, 6, 7), (3, 3, 1, 3, 3)]
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from(FEW_PROMPTS), st.integers(0, LONGEST)), min_size=1, max_size=5),
+    sizes=st.sampled_from([(1, 1), (2, 1), (3, 1), (3, 2)]), match=st.sampled_from(MATCHES), name=st.sampled_from(POLICIES),
+    k=st.integers(1, 6), ends=st.frozensets(st.integers(0, 7), max_size=2),
+)  # fmt: skip
+def test_look_up_gives_every_row_its_own_text_and_counts(rows, sizes, match, name, k, ends):
+    """Every row copies from its own text alone, under every policy."""
+    prompts, budgets = zip(*rows, strict=True)
+    policy, drafter = make_policy(name, k, 0.0, interpolated({1: 1.0, 9: 1.4})), LookupDrafter(*sizes, match)
+    expected = [run_speculative(tiny.task(FEW, prompt, n, ends=ends), Method(drafter, policy)).done for prompt, n in rows]
+    batch = guessed(FEW, LookupRows(drafter), prompts, list(budgets), policy, ends)
+    assert batch.done == expected
+    assert texts(batch) == [own_text(FEW, prompt, n, ends) for prompt, n in rows]
+    assert all(done.draft_passes == 0 and done.draft_tokens_read == 0 for done in batch.done)
+
+
+def test_rows_that_look_up_guess_in_some_rounds_and_not_in_others_at_once():
+    """Or the test above says nothing."""
+    batch = guessed(FEW, LookupRows(LookupDrafter(3, 2)), FEW_PROMPTS, [LONGEST] * 5, FixedK(4))
+    first = [len(done.proposals[0]) for done in batch.done]
+    assert min(first) == 0 < max(first)
+    assert 0 < sum(sum(done.accepted) for done in batch.done) < sum(len(g) for done in batch.done for g in done.proposals)
 
 
 def test_the_order_of_the_rows_does_not_matter():
@@ -111,7 +164,7 @@ def test_a_model_that_drafts_for_itself_is_never_rejected(k):
     """A draft that does not read its last guess after a full acceptance is exact as well, and loses agreement."""
     batch = speculated(LLAMA, LLAMA, PROMPTS, [LONGEST] * len(PROMPTS), k)
     for done in batch.done:
-        assert sum(done.accepted) == sum(map(len, done.proposals)) and done.rejections == 0
+        assert sum(done.accepted) == sum(map(len, done.proposals)) and not any(done.rejected)
         assert done.target_passes == -(-LONGEST // (k + 1))
     assert all(missing == (2 if number else 1) for number, (_, ahead, missing) in enumerate(batch.rounds) if ahead)
 
@@ -135,9 +188,9 @@ def test_finished_rows_leave_the_batch_and_only_what_is_left_is_fed(monkeypatch)
     monkeypatch.setattr(
         batch_loop,
         "feed",
-        lambda model, ids, cache, slots, end, keep: (
+        lambda model, ids, cache, slots, end, rows: (
             fed.append((model is LLAMA, *slots.shape)),
-            feed(model, ids, cache, slots, end, keep),
+            feed(model, ids, cache, slots, end, rows),
         )[1],
     )
     budgets = [3, 9, 0, LONGEST]
@@ -155,18 +208,21 @@ def test_finished_rows_leave_the_batch_and_only_what_is_left_is_fed(monkeypatch)
     assert sum(rows for rows, _, _ in batch.rounds) == sum(done.target_passes for done in batch.done)
 
 
-def test_the_device_is_waited_for_once_a_round(monkeypatch):
-    waits = []
+@pytest.mark.parametrize("name", ["a draft model", "look-up", "a draft model that is asked how sure it is"])
+def test_the_device_is_waited_for_once_a_round(name, monkeypatch):
+    """And once more after a draft pass only where a policy looks at its confidences."""
+    waits, asked = [], name.endswith("sure it is")
     tolist = torch.Tensor.tolist
-    batch = batch_loop.prefill(LLAMA, [torch.tensor([prompt]) for prompt in PROMPTS], [LONGEST] * len(PROMPTS), 3)
-    drafter = BatchDrafter(DRAFTS["llama"]["near"], 64)
+    policy = make_policy("confidence" if asked else "fixed", 3, 0.0, interpolated({1: 1.0}))
+    batch = batch_loop.prefill_rows(LLAMA, [torch.tensor([p]) for p in PROMPTS], [LONGEST] * len(PROMPTS), 3)
+    drafter = LookupRows(LookupDrafter()) if name == "look-up" else ModelRows(DRAFTS["llama"]["near"], 64)
     drafter.start(batch)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (waits.append(1), tolist(self))[1])
-    for name in ("item", "__bool__", "__float__", "__int__", "cpu"):
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, name=name: pytest.fail(f"{name} waits for the device"))
-    batch_loop.speculate(LLAMA, drafter, batch, 3)
+    for method in ("item", "__bool__", "__float__", "__int__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, method, lambda self, *a, method=method: pytest.fail(f"{method} waits"))
+    batch_loop.speculate_rows(LLAMA, drafter, batch, policy)
     monkeypatch.undo()
-    assert len(waits) == len(batch.rounds)
+    assert len(waits) == len(batch.rounds) + (sum(ahead for _, ahead, _ in batch.rounds) if asked else 0)
 
 
 # ----------------------------------------------------------------------------------------------------------- the limits
@@ -216,19 +272,28 @@ def test_logits_that_are_not_finite_are_refused(sick):
 
 
 def test_a_mask_is_a_matter_of_slots_alone():
-    mask = mask_of(torch.tensor([[2, 3], [0, 0]]), 4, torch.float32)
+    mask = mask_of(tiny.llama(), torch.tensor([[2, 3], [0, 0]]), 4)
     assert mask.shape == (2, 1, 2, 4)
     assert (mask == 0).int().tolist() == [[[[1, 1, 1, 0], [1, 1, 1, 1]]], [[[1, 0, 0, 0], [1, 0, 0, 0]]]]
-    assert mask[mask != 0].unique().tolist() == [-torch.inf]
+    assert mask[mask != 0].unique().tolist() == [-torch.inf] and mask.dtype == torch.float32
+
+
+def test_layers_with_a_window_get_a_mask_of_their_own():
+    masks = mask_of(tiny.model("gemma3, window 8"), torch.tensor([[9], [2]]), 12)
+    seen = {kind: [row.isfinite().nonzero().flatten().tolist() for row in mask[:, 0, 0]] for kind, mask in masks.items()}
+    assert seen == {
+        "full_attention": [list(range(10)), [0, 1, 2]],
+        "sliding_attention": [list(range(2, 10)), [0, 1, 2]],
+    }
 
 
 def test_what_a_block_left_behind_changes_nothing():
     ids = torch.tensor([[5, 9, 3, 17, 2, 11, 4, 8], [7, 1, 30, 6, 12, 40, 41, 42]])
     cache = read_prompts(LLAMA, ids, [5, 3], 8)
     slots = torch.tensor([[4, 5, 6], [2, 3, 4]])
-    clean = feed(LLAMA, ids, cache, slots, 7, 3)
+    clean = feed(LLAMA, ids, cache, slots, 7, 3).logits
     feed(LLAMA, ids.flip(1), cache, slots, 7, 3)
-    assert torch.allclose(feed(LLAMA, ids, cache, slots, 7, 3), clean, atol=1e-12)
+    assert torch.allclose(feed(LLAMA, ids, cache, slots, 7, 3).logits, clean, atol=1e-12)
     assert torch.allclose(LLAMA(ids[:1, :7]).logits[0, 4:], clean[0], atol=1e-9)
     assert torch.allclose(LLAMA(ids[1:, :5]).logits[0, 2:], clean[1], atol=1e-9)
 
@@ -237,10 +302,11 @@ def test_rows_that_leave_take_their_keys_with_them():
     ids = torch.tensor([[5, 9, 3, 17], [7, 1, 30, 6], [8, 8, 8, 8]])
     cache = read_prompts(LLAMA, ids, [4, 4, 4], 6)
     whole = cache.row_bytes()
-    expected = feed(LLAMA, ids, cache, torch.full((3, 1), 3), 4, 1)[[2, 0]]
+    expected = feed(LLAMA, ids, cache, torch.full((3, 1), 3), 4, 1).logits[[2, 0]]
     cache.select([2, 0])
     assert cache.row_bytes() == whole
-    assert torch.allclose(feed(LLAMA, ids[[2, 0]], cache, torch.full((2, 1), 3), 4, 1), expected, atol=1e-12)
+    after = feed(LLAMA, ids[[2, 0]], cache, torch.full((2, 1), 3), 4, 1).logits
+    assert torch.allclose(after, expected, atol=1e-12)
 
 
 def test_a_pass_past_the_room_is_an_error():
@@ -257,23 +323,39 @@ def loaded(model) -> Loaded:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mixtral"])
 def test_full_attention_serves_a_batch(name):
-    check_rows(loaded(tiny.model(name)), 200)
+    check_rows(loaded(tiny.model(name)))
 
 
-@pytest.mark.parametrize("name", ["mistral, window 8", "gemma3, window 8", "gpt-oss, window 8"])
-def test_a_sliding_window_is_refused_where_the_text_outgrows_it(name):
-    with pytest.raises(UserError, match="--target tiny: layers that look back 8 tokens .* lower --n-tokens"):
-        check_rows(loaded(tiny.model(name)), 9)
+WINDOWED = ["mistral, window 8", "gemma2, window 8", "gemma3, window 8", "gpt-oss, window 8"]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_sliding_window_that_the_text_outgrows_serves_a_batch(name):
+    target = tiny.model(name)
+    check_rows(loaded(target))
+    prompts, budgets = [PROMPTS[4], PROMPTS[6], PROMPTS[0]], [LONGEST, 12, LONGEST]
+    for draft in (target, tiny.near(target), tiny.always_wrong(target)):
+        batch = speculated(target, draft, prompts, budgets, 3)
+        assert texts(batch) == [own_text(target, prompt, n) for prompt, n in zip(prompts, budgets, strict=True)]
+    assert texts(plainly(target, prompts, budgets)) == texts(batch)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_that_our_mask_ignored_would_be_refused(name, monkeypatch):
+    windows = row_cache.attention_windows
+    monkeypatch.setattr(row_cache, "attention_windows", lambda model: dict.fromkeys(windows(model)))
+    with pytest.raises(UserError, match="--target tiny: rows of different lengths do not give"):
+        check_rows(loaded(tiny.model(name)))
 
 
 def test_a_window_longer_than_the_text_is_no_trouble():
-    check_rows(loaded(tiny.build(T.MistralConfig(**{**tiny.BASE, "sliding_window": 64, "head_dim": 8}))), 64)
+    check_rows(loaded(tiny.build(T.MistralConfig(**{**tiny.BASE, "sliding_window": 64, "head_dim": 8}))))
 
 
 def test_what_takes_no_mask_of_ours_is_refused():
     bloom = tiny.build(T.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.4))
     with pytest.raises(UserError, match="--target tiny: rows of different lengths do not give"):
-        check_rows(loaded(bloom), 20)
+        check_rows(loaded(bloom))
 
 
 def test_a_model_that_counts_positions_itself_is_refused(monkeypatch):
@@ -283,20 +365,17 @@ def test_a_model_that_counts_positions_itself_is_refused(monkeypatch):
         T.LlamaForCausalLM, "forward", lambda self, ids, position_ids=None, **more: whole(self, ids, **more)
     )
     with pytest.raises(UserError, match="rows of different lengths"):
-        check_rows(loaded(model), 20)
+        check_rows(loaded(model))
 
 
 # ---------------------------------------------------------------------------------------------------------- predictions
 
 
-class Laps:
-    def __init__(self, *laps):
-        self.laps = laps
-
-
-class Rounds:
-    def __init__(self, *rounds):
-        self.rounds = rounds
+def ran(rounds: list, *laps) -> BatchRun:
+    """A watched run of those rounds, with those laps on its clock."""
+    watch = Watch(torch.device("cpu"))
+    watch.laps = list(laps)
+    return BatchRun([], rounds, 0.0, 0.0, watch=watch)
 
 
 COSTS = [
@@ -309,26 +388,68 @@ COSTS = [
 
 
 def test_passes_between_measured_batches_are_interpolated():
-    assert [pass_seconds(COSTS, "target", 1)(rows) for rows in (1, 2, 3)] == [1.0, 1.5, 2.0]
+    assert [seconds_by_rows(COSTS, "target", 1)(rows) for rows in (1, 2, 3)] == [1.0, 1.5, 2.0]
 
 
 def test_full_rounds_are_predicted_by_the_formula():
     """E / (T(B, k+1) / T(B, 1) + k c(B)) with k = 3: three rounds of 3 rows for 9 passes; overheads add on both sides."""
-    plain, fast = (Rounds(*[(3, 0, 0)] * 9), 0, Laps()), (Rounds(*[(3, 3, 1)] * 3), 0, Laps())
-    assert predicted_speedup(COSTS, 3, plain, fast) == pytest.approx(3 / (4.0 / 2.0 + 3 * 0.1))
-    plain, fast = (
-        (plain[0], 0, Laps(("target", 99, 0), ("keep", 2.0, 9))),
-        (fast[0], 0, Laps(("keep", 1.0, 3), ("pick", 1.0, 0))),
-    )
+    rounds, fast_rounds = [(3, 0, 0)] * 9, [(3, 3, 1)] * 3
+    assert predicted_speedup(COSTS, 3, ran(rounds), ran(fast_rounds)) == pytest.approx(3 / (4.0 / 2.0 + 3 * 0.1))
+    plain = ran(rounds, ("target", 99, 0), ("keep", 2.0, 9))
+    fast = ran(fast_rounds, ("keep", 1.0, 3), ("pick", 1.0, 0))
     assert predicted_speedup(COSTS, 3, plain, fast) == pytest.approx((18 + 2) / (3 * (4.0 + 0.6) + 2))
 
 
 def test_a_round_is_charged_for_its_rows_its_guesses_and_what_the_draft_lacked():
-    plain = Rounds((1, 0, 0)), 0, Laps()
-    assert predicted_speedup(COSTS, 3, plain, (Rounds((1, 0, 0)), 0, Laps())) == 1
-    assert predicted_speedup(COSTS, 3, plain, (Rounds((1, 3, 2)), 0, Laps())) == pytest.approx(
-        1 / (1.2 + 0.2 + 2 * 0.1)
-    )
+    plain = ran([(1, 0, 0)])
+    assert predicted_speedup(COSTS, 3, plain, ran([(1, 0, 0)])) == 1
+    assert predicted_speedup(COSTS, 3, plain, ran([(1, 3, 2)])) == pytest.approx(1 / (1.2 + 0.2 + 2 * 0.1))
+
+
+# ------------------------------------------------------------------------------------------- the same requests, any size
+
+
+def requests_of(n: int = 5, size: int = 2, tokens: int = LONGEST, k: int = 3, **options) -> Requests:
+    tasks = {f"r{i}": tiny.task(LLAMA, prompt, tokens, **options) for i, prompt in enumerate(PROMPTS[:n])}
+    return Requests(tasks, DRAFTS["llama"]["near"], FixedK(k), size)
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_every_size_decodes_the_same_requests_to_the_same_texts_and_counts(speculative):
+    ends = frozenset(own_text(LLAMA, PROMPTS[0], LONGEST)[7:8])
+    runs = {size: run_batches(requests_of(size=size, ends=ends), speculative) for size in (1, 2, 3, 5, 8)}
+    first = runs[1].done
+    assert [done.tokens for done in first] == [own_text(LLAMA, prompt, LONGEST, ends) for prompt in PROMPTS[:5]]
+    assert all(run.done == first for run in runs.values()), "in their order, whoever shares the batch"
+    for run in runs.values():
+        assert sum(rows for rows, _, _ in run.rounds) == sum(done.target_passes for done in first)
+        assert run.seconds > 0 and 0 < run.first_prefill_s <= run.prefill_s
+        assert run.whole_s == run.prefill_s + run.seconds
+    assert runs[5].rounds == runs[8].rounds and len(runs[5].rounds) < len(runs[1].rounds)
+
+
+def test_requests_are_cut_into_batches_in_order_and_the_last_may_be_smaller():
+    requests = requests_of()
+    prompts = [[tuple(task.prompt[0].tolist()) for task in group] for group in requests.groups()]
+    assert prompts == [list(PROMPTS[:2]), list(PROMPTS[2:4]), list(PROMPTS[4:5])]
+    assert max(rows for rows, _, _ in run_batches(requests, True).rounds) == 2
+
+
+def test_a_policy_of_a_batch_learns_row_by_row_and_forgets_between_batches():
+    requests = requests_of(k=8)
+    requests.policy = make_policy("heuristic", 8, 0.0, interpolated({1: 1.0}))
+    done = run_batches(requests, True).done
+    assert [len(one.proposals[0]) for one in done] == [5] * 5 and len({len(g) for one in done for g in one.proposals[:-1]}) > 2
+    assert vars(requests.policy) == vars(make_policy("heuristic", 8, 0.0, interpolated({1: 1.0}))), "its own is left alone"
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_watched_run_counts_every_token_on_one_clock(speculative):
+    run = run_batches(requests_of(), speculative, watched=True)
+    assert sum(tokens for _, _, tokens in run.watch.laps) == 5 * LONGEST
+    assert sum(run.watch.seconds()) <= run.seconds, "no lap holds a prefill"
+    phase = "verify" if speculative else "target"
+    assert len(run.watch.seconds(phase)) == len(run.rounds)
 
 
 # ----------------------------------------------------------------------------------------------------------- the script
@@ -357,28 +478,30 @@ def test_the_script_measures_every_batch_and_keeps_every_request(pair, results, 
     assert [len(parts[part]) for part in ("alone", "costs", "batch")] == [6, 3, 3]
     assert [row["batch"] for row in parts["batch"]] == document["summary"]["batches"] == [1, 3, 6]
     for row in parts["batch"]:
-        size = row["batch"]
-        assert [one["tokens"] for one in row["requests"]] == [one["tokens"] for one in parts["alone"][:size]]
-        assert row["exact"] and row["emitted"] == 8 * size == sum(one["emitted"] for one in row["requests"])
+        assert [one["request"] for one in row["requests"]] == [one["request"] for one in parts["alone"]], "at every size"
+        assert [one["tokens"] for one in row["requests"]] == [one["tokens"] for one in parts["alone"]]
+        assert row["exact"] and row["emitted"] == 8 * 6 == sum(one["emitted"] for one in row["requests"])
         for name in ("proposed", "accepted", "target_passes", "draft_passes", "rejections"):
             assert row[name] == sum(one[name] for one in row["requests"])
         assert row["block_efficiency"] == row["emitted"] / row["target_passes"]
-        assert len(row["baseline_s"]) == len(row["speculative_s"]) == len(row["baseline_again_s"]) == 2
+        assert {len(row[f"{arm}_s"]) for arm in ("baseline", "speculative", "baseline_again", "generate")} == {2}
         for arm in ("baseline", "speculative"):
             total = row["emitted"] / statistics.median(row[f"{arm}_s"])
             assert row[f"{arm}_tokens_per_s"] == pytest.approx(total)
-            assert row[f"{arm}_tokens_per_s_per_user"] == pytest.approx(total / size)
-            assert row[f"{arm}_ttft_s"] > 0
+            assert row[f"{arm}_ttft_s"] > 0 and 1 <= row[f"{arm}_rows_a_pass"] <= row["batch"]
+        assert row["row_rounds"] == row["target_passes"]
         assert row["predicted"] > 0 and row["check_cost"] > 0 and row["c"] > 0
     said = capsys.readouterr().out
     assert "every row is token for token what its request gets alone" in said
-    assert "T(B, k+1) / T(B, 1)" in said and "in total: alone" in said
+    assert "T(B, k+1) / T(B, 1)" in said and "alone, tokens/s" in said and "the same requests at every size" in said
+    same = [[{**one} for one in row["requests"]] for row in parts["batch"]]
+    assert same[0] == same[1] == same[2], "the counts of a request too are its own, whoever shares the batch"
 
 
 def test_a_finished_sweep_is_not_measured_again(pair, results, monkeypatch):
     assert spec_batch.main([*pair, "--batches", "1,2", "-k", "2"]) == 0
     rows = strict(results)["rows"]
-    for name in ("compare", "batch_costs", "run_baseline"):
+    for name in ("measure_batch", "batch_costs", "run_baseline"):
         monkeypatch.setattr(spec_batch, name, lambda *a: pytest.fail("measured again"))
     assert spec_batch.main([*pair, "--batches", "1,2", "-k", "2", "--resume"]) == 0
     assert strict(results)["rows"] == rows
@@ -422,15 +545,17 @@ def test_a_row_that_is_not_its_requests_text_fails_the_run(pair, results, monkey
 
 
 def test_the_baseline_is_checked_too(pair, results, monkeypatch, capsys):
-    monkeypatch.setattr(
-        batch_loop, "top_tokens", lambda logits, *more: ((logits.argmax(-1) + 1) % 60, logits.max(-1).values)
-    )
+    def shifted(*given):
+        out = feed(*given)
+        return out._replace(logits=out.logits.roll(1, -1))
+
+    monkeypatch.setattr(batch_loop, "feed", shifted)
     assert spec_batch.main([*pair, "--batches", "2"]) == 1
     assert "of the batched baseline" in capsys.readouterr().out
 
 
 def test_what_memory_does_not_hold_is_left_out_with_a_remark(pair, results, monkeypatch, capsys):
-    monkeypatch.setattr(spec_batch, "bytes_needed", lambda tasks: 10**9 * len(tasks))
+    monkeypatch.setattr(spec_batch, "bytes_needed", lambda requests: 10**9 * requests.size)
     monkeypatch.setattr(spec_batch, "free_bytes", lambda device: 2.5 * 10**9)
     assert spec_batch.main([*pair, "--batches", "1,2,4", "-k", "2"]) == 0
     assert "a batch of 4 is left out: about 4.0 GB beside the weights, 2.5 GB are free" in capsys.readouterr().err
@@ -440,26 +565,28 @@ def test_what_memory_does_not_hold_is_left_out_with_a_remark(pair, results, monk
     assert "--batches: not even a batch of 1 fits into memory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", ["compare", "batch_costs"])
+@pytest.mark.parametrize("part", ["measure_batch", "batch_costs"])
 def test_a_batch_that_runs_out_of_memory_is_recorded_and_the_others_stand(part, pair, results, monkeypatch, capsys):
     work = getattr(spec_batch, part)
 
     def scarce(first, *more):
-        size = len(first.tasks) if part == "compare" else more[0]
+        size = first.size if part == "measure_batch" else more[2]
         if size > 1:
             raise torch.OutOfMemoryError("out of memory")
         return work(first, *more)
 
     monkeypatch.setattr(spec_batch, part, scarce)
-    assert spec_batch.main([*pair, "--batches", "1,2", "-k", "2"]) == 0
+    assert spec_batch.main([*pair, "--batches", "1,2", "-k", "2"]) == 1, "the file says failed, and so does the run"
     document, said = strict(results), capsys.readouterr()
     assert document["status"] == "failed" and document["summary"]["batches"] == [1]
     assert "out of memory" in said.out + said.err
 
 
 def test_room_for_a_batch_grows_with_its_rows():
-    needed = [spec_batch.bytes_needed([tiny.task(LLAMA, LLAMA, (5,) * 10, 20, 3)] * size) for size in (1, 2, 4)]
+    tasks = {str(i): tiny.task(LLAMA, (5,) * 10, 20) for i in range(4)}
+    needed = [spec_batch.bytes_needed(Requests(tasks, LLAMA, FixedK(3), size)) for size in (1, 2, 4, 9)]
     assert needed[2] == 2 * needed[1] == 4 * needed[0]
+    assert needed[3] == needed[2], "no more rows than requests"
     slot = 2 * 2 * 2 * 8 * 8  # keys and values, layers, heads, head size, bytes
     assert needed[0] == 2 * (10 + 20 + 4) * 2 * slot + 4 * 64 * (4 + 8)
 
@@ -470,6 +597,8 @@ def test_room_for_a_batch_grows_with_its_rows():
         (["--batches", "0"], "'0' is not a whole number of 1 or more"),
         (["--batches", "4096"], "a batch larger than the prompts (the workloads give "),
         (["--loop", "essay"], "--loop essay: a batch is decoded by the lean loop"),
+        (["--k-policy", "cost"], "--k-policy cost: knows what single requests cost"),
+        (["--prompt", "w1", "--batches", "2"], "a batch larger than the prompts (one --prompt is 1)"),
         (["-k", "0"], "-k/--k"),
         (["--prompt-file", "/no/such/file.jsonl"], "--prompt-file file.jsonl"),
         (["--target", "somewhere/else"], "--draft: missing"),
@@ -477,7 +606,7 @@ def test_room_for_a_batch_grows_with_its_rows():
     ],
 )
 def test_a_wrong_option_is_refused_before_loading(argv, words, monkeypatch, capfd):
-    monkeypatch.setattr(spec_batch, "load_pair", lambda *a, **b: pytest.fail("models were loaded first"))
+    monkeypatch.setattr("spec_harness.options.load_pair", lambda *a, **b: pytest.fail("models were loaded first"))
     assert words in refused(argv, capfd)
 
 
@@ -488,10 +617,27 @@ def test_a_batch_larger_than_the_prompts_is_refused(tmp_path, capfd):
     assert line.startswith("error: --batches 3: a batch larger than the prompts (--prompt-file two.jsonl has 2)")
 
 
-def test_a_window_too_short_is_refused_in_one_line(disk, results, capfd):
+def test_a_window_that_the_text_outgrows_is_served(disk, results):
     folder = tiny.save(tiny.model("mistral, window 8"), disk / "window")
-    options = ["--device", "cpu", "--target", folder, "--draft", folder, "--results", results]
-    assert "layers that look back 8 tokens cannot serve a batch" in refused([*options, "--batches", "1"], capfd)
+    options = ["--device", "cpu", "--target", folder, "--draft", folder, "--results", str(results), "--repeats", "1"]
+    assert spec_batch.main([*options, "--warmup", "0", "--n-tokens", "16", "--batches", "1,3"]) == 0
+    assert strict(results)["summary"]["exact"]
+
+
+def test_what_cannot_serve_a_batch_is_refused_in_one_line(target_folder, draft_folder, results, capfd, monkeypatch):
+    monkeypatch.setattr(row_cache, "ragged_error", lambda model: 1.0)
+    options = ["--device", "cpu", "--target", target_folder, "--draft", draft_folder, "--results", results]
+    assert "rows of different lengths do not give what each gives alone" in refused([*options, "--batches", "1"], capfd)
+
+
+@pytest.mark.parametrize("policy", ["heuristic", "confidence"])
+def test_a_k_policy_changes_the_rounds_and_never_a_text(policy, pair, results):
+    assert spec_batch.main([*pair, "--batches", "1,3", "-k", "4", "--k-policy", policy]) == 0
+    rows = strict(results)["rows"]
+    alone = [row["tokens"] for row in rows if row["part"] == "alone"]
+    batches = [row for row in rows if row["part"] == "batch"]
+    assert all(row["exact"] and [one["tokens"] for one in row["requests"]] == alone for row in batches)
+    assert batches[0]["proposed"] == batches[1]["proposed"] and batches[0]["proposed_lengths"] == batches[1]["proposed_lengths"]
 
 
 def test_the_workloads_give_many_prompts_and_no_two_alike():
@@ -501,9 +647,9 @@ def test_the_workloads_give_many_prompts_and_no_two_alike():
     assert all(len(text.split()) >= 4 for _, text in prompts)
 
 
-def measured(batch: int, low: float, middle: float, pairs: int = 3) -> dict:
-    return {"batch": batch, "error": None, "speedup": middle, "speedup_low": low, "aa_high": 1.02, "prediction_error": -0.1, "exact": True,
-            "baseline_s": [1.0] * pairs}  # fmt: skip
+def measured(batch: int, low: float | None, middle: float, pairs: int = 6) -> dict:
+    return {"batch": batch, "error": None, "speedup": middle, "speedup_low": low, "speedup_high": low and low + 0.05, "aa_low": 0.98, "aa_high": 1.02,
+            "prediction_error": -0.1, "exact": True, "baseline_s": [1.0] * pairs}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -521,20 +667,21 @@ def measured(batch: int, low: float, middle: float, pairs: int = 3) -> dict:
 )
 def test_the_verdict_names_the_batch_at_which_it_stops_paying(lows, words):
     rows = [measured(batch, low, low) for batch, low in enumerate(lows, 1)]
-    assert words in spec_batch.verdict(rows, 3)
-    assert "too few pairs for a verdict (1)" in spec_batch.verdict([measured(1, 2.0, 2.0, pairs=1)], 1)
+    assert words in spec_batch.verdict(rows)
+    few = spec_batch.verdict([measured(1, None, 2.0, pairs=5)])
+    assert "; too few pairs for a verdict;" in few and "too few pairs for a verdict (5)" in few and "pays" not in few
 
 
 def test_a_failed_batch_is_shown_with_its_error():
     failed = {"batch": 4, "error": "out of memory", "speedup": None}
     assert "out of memory" in spec_batch.tables([failed])
-    assert spec_batch.verdict([failed], 3) == "nothing could be measured; see the errors in the result file"
+    assert spec_batch.verdict([failed]) == "nothing could be measured; see the errors in the result file"
 
 
 def test_pooled_counts_are_sums():
     batch = speculated(LLAMA, DRAFTS["llama"]["near"], PROMPTS[:3], [LONGEST] * 3, 3)
 
-    row = counts(tiny.task(LLAMA, LLAMA, k=3), pooled(batch.done))
+    row = counts(all_rows(batch.done), 3)
     assert row["emitted"] == 3 * LONGEST and row["accepted"] == sum(sum(done.accepted) for done in batch.done)
     assert [len(done.tokens) for done in batch.done] == [LONGEST] * 3, "the rows' own counts are left alone"
 
@@ -563,24 +710,29 @@ def test_costs_are_measured_within_the_text_and_the_context(more, disk, results)
 
 
 @pytest.mark.parametrize(
-    ("arm", "call"), [*(("run_plain", i) for i in (1, 2, 3, 4)), *(("run_speculative", i) for i in (1, 2, 3))]
-)
+    ("arm", "call"), [*((False, i) for i in (1, 2, 3, 4)), *((True, i) for i in (1, 2, 3)), ("generate", 1)]
+)  # fmt: skip
 def test_every_run_of_every_arm_is_checked(arm, call, monkeypatch):
     """The first run, the watched one, and each timed one: a fault in the last row of any of them is found."""
-    requests = Requests(
-        [tiny.task(LLAMA, DRAFTS["llama"]["near"], prompt, 6, 3) for prompt in PROMPTS[:3]], ["a", "b", "c"]
-    )
+    tasks = {name: tiny.task(LLAMA, prompt, 6) for name, prompt in zip("abc", PROMPTS, strict=False)}
+    requests = Requests(tasks, DRAFTS["llama"]["near"], FixedK(3), 3)
     costs = [{**cost, "check_cost": 2.0, "c": 0.1} for cost in COSTS]
-    run, calls = getattr(batches, arm), []
+    calls = []
 
-    def faulty(*args):
-        (batch, prefill_s), seconds = run(*args)
-        calls.append(1)
-        if len(calls) == call:
-            batch.done[2].tokens[4] += 1
-        return (batch, prefill_s), seconds
+    def faulty(name, real):
+        def run(first, second, **more):
+            found = real(first, second, **more)
+            calls.extend([1] if arm == (name or second) else [])
+            if arm == (name or second) and len(calls) == call:
+                found.done[2].tokens[4] += 1
+            return found
 
-    monkeypatch.setattr(batches, arm, faulty)
+        return run
+
+    monkeypatch.setattr(spec_batch, "run_batches", faulty(None, spec_batch.run_batches))
+    monkeypatch.setattr(spec_batch, "run_generated", faulty("generate", spec_batch.run_generated))
+    expected = {name: own_text(LLAMA, prompt, 6) for name, prompt in zip("abc", PROMPTS, strict=False)}
+    args = argparse.Namespace(repeats=1, warmup=0, allow_near_ties=False, k=3)
     with pytest.raises(Mismatch, match=r"at token 4 row 2 \(c\) of "):
-        alone = [own_text(LLAMA, prompt, 6) for prompt in PROMPTS[:3]]
-        batches.compare(requests, alone, costs, argparse.Namespace(repeats=1, warmup=0, allow_near_ties=False))
+        spec_batch.measure_batch(requests, LLAMA, expected, costs, args)
+    assert len(calls) >= call

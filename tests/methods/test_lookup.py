@@ -322,7 +322,7 @@ def of_part(document: dict, part: str) -> list[dict]:
 
 
 def test_the_script_measures_every_method_on_every_text(quick, results, capsys):
-    assert spec_lookup.main([*quick, "-k", "4", "--draft-k", "2"]) == 0
+    assert spec_lookup.main([*quick, "-k", "4", "--draft-k", "2", "--wide"]) == 0
     document = strict(results)
     assert (document["experiment"], document["status"]) == ("spec_lookup", "complete")
     costs, rows = of_part(document, "costs"), of_part(document, "look-up")

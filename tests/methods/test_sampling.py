@@ -17,11 +17,11 @@ import spec_sampling
 import tiny
 from enumerate_law import Branches, Grid, Remembered, Table, law_of, processed, total_variation, true_law
 from spec_harness import law
-from spec_harness.cells import run_baseline, run_speculative
-from spec_loop import Choice, DecodingError, Greedy, ModelDrafter, Verdict
+from spec_harness.arms import Method, draft_model, run_baseline, run_speculative
+from spec_loop import Choice, DecodingError, DraftIds, Greedy, ModelDrafter, Pass, Proposal
 from spec_methods import sampled
 from spec_methods.lookup import HybridDrafter, LookupDrafter
-from spec_methods.policy import Confidence
+from spec_methods.policy import Confidence, FixedK
 from spec_methods.sampled import Chance, Sampled, acceptance, residual
 from spec_models.vocab import cut_head
 
@@ -41,17 +41,19 @@ def written_law(
     rule=Sampled,
     draft_rule=Sampled,
     drafter=ModelDrafter,
+    policy=None,
     chance=Branches,
     **options,
 ):
     """The exact law of n tokens of speculation; `draft_law` where the draft has settings of its own, None greedy."""
     rows = target.get_input_embeddings().weight.shape[0]
 
+    task = tiny.task(target, PROMPT, n, **options)
+
     def run(branch):
         own = {} if draft_law == "greedy" else {"rule": draft_rule(*(draft_law or law), branch)}
-        make = {"drafter": lambda task, _: drafter(draft, rows, task.loop == "essay", **own)}
-        task = tiny.task(target, draft, PROMPT, n, k, rule=lambda: rule(*law, branch), **make, **options)
-        return run_speculative(task)[0][0].tokens
+        made = drafter(draft, rows, task.loop == "essay", **own)
+        return run_speculative(task, Method(made, policy or FixedK(k), rule(*law, branch))).done.tokens
 
     return law_of(run, chance)
 
@@ -109,7 +111,7 @@ def test_either_loop_and_an_end_token_keep_the_law(loop, ends):
 
 
 def test_drafting_that_ends_after_a_doubtful_guess_keeps_the_law():
-    assert distance(Table(3, 1), Table(3, 2), 3, 2, policy=lambda task: Confidence(2, 0.5)) < SAME
+    assert distance(Table(3, 1), Table(3, 2), 3, 2, policy=Confidence(2, 0.5)) < SAME
 
 
 DRAFTS = {
@@ -141,8 +143,7 @@ def test_guesses_copied_from_the_text_keep_the_law(hybrid):
 def test_equal_laws_accept_everything():
     """p equals q: the residual is all zero, and is never asked for."""
     target = Table(4, 1)
-    task = tiny.task(target, target, PROMPT, 30, 3, rule=lambda: Sampled(*PLAIN, Chance(0)))
-    done = run_speculative(task)[0][0]
+    done = tiny.speculated(target, target, PROMPT, 30, 3, Sampled(*PLAIN, Chance(0)))
     assert sum(done.accepted) == sum(map(len, done.proposals)) and done.target_passes == 8
     assert distance(target, target, 3, 2) < SAME
 
@@ -151,7 +152,7 @@ def test_the_baseline_draws_from_the_targets_law():
     target, law = Table(4, 1), (0.7, 3, 0.9)
 
     def run(branch):
-        return run_baseline(tiny.task(target, target, PROMPT, 3, rule=lambda: Sampled(*law, branch)))[0][0].tokens
+        return run_baseline(tiny.task(target, PROMPT, 3), Sampled(*law, branch)).done.tokens
 
     assert total_variation(law_of(run), table_law(target, 3, law)) < SAME
 
@@ -197,29 +198,29 @@ def test_two_transformers_with_their_caches_write_the_targets_law(draft, k, law,
 class PlainResidual(Sampled):
     """A rejected guess is replaced from the target's law."""
 
-    def judge(self, logits, guesses, laws):
-        verdict = super().judge(logits, guesses, laws)
-        if verdict.accepted == len(guesses):
+    def judge(self, out, proposal):
+        verdict = super().judge(out, proposal)
+        if len(verdict.path) == len(proposal):
             return verdict
-        instead = int(self.chance.categorical(self.law(logits)[verdict.accepted]))
-        return Verdict([*verdict.tokens[:-1], instead], verdict.accepted, verdict.tops)
+        return verdict._replace(token=int(self.chance.categorical(self.law(out.logits[0])[len(verdict.path)])))
 
 
 class DraftBonus(Sampled):
     """After full acceptance the next token comes from the draft's law."""
 
-    def judge(self, logits, guesses, laws):
-        verdict = super().judge(logits, guesses, laws)
-        if not guesses or verdict.accepted < len(guesses):
+    def judge(self, out, proposal):
+        verdict = super().judge(out, proposal)
+        if not len(proposal) or len(verdict.path) < len(proposal):
             return verdict
-        return Verdict([*guesses, int(self.chance.categorical(laws[-1]))], verdict.accepted, verdict.tops)
+        return verdict._replace(token=int(self.chance.categorical(proposal.laws[-1])))
 
 
 class NoBonus(Sampled):
     """The bonus row is judged one row too early."""
 
-    def judge(self, logits, guesses, laws):
-        return super().judge(torch.cat([logits[:-1], logits[-2:-1]]) if guesses else logits, guesses, laws)
+    def judge(self, out, proposal):
+        early = torch.cat([out.logits[:, :-1], out.logits[:, -2:-1]], dim=1)
+        return super().judge(out._replace(logits=early) if len(proposal) else out, proposal)
 
 
 class OtherTemperature(Sampled):
@@ -227,33 +228,36 @@ class OtherTemperature(Sampled):
 
     def choose(self, logits, vocabulary=None):
         choice = super().choose(logits, vocabulary)
-        return Choice(choice.token, choice.top, Sampled(1.0, 0, 1.0, None).law(logits[..., :vocabulary])[0])
+        return Choice(choice.token, Sampled(1.0, 0, 1.0, None).law(logits[..., :vocabulary])[0])
 
 
 class SoftGreedy(Sampled):
     """The draft takes its best id, and is judged as if it had drawn."""
 
     def choose(self, logits, vocabulary=None):
-        return Choice(*Greedy().choose(logits, vocabulary)[:2], self.law(logits[..., :vocabulary])[0])
+        return Choice(Greedy().choose(logits, vocabulary).token, self.law(logits[..., :vocabulary])[0])
 
 
 class Pruned(ModelDrafter):
     """A guess is dropped because the draft itself finds it unlikely."""
 
-    def propose(self, *arguments):
-        made = super().propose(*arguments)
-        ids, length = arguments[:2]
-        doubtful = (i for i in range(made.count) if made.laws[i][ids[0, length + i]] < 0.4)
-        made.count = next(doubtful, made.count)
-        made.laws = made.laws[: made.count]
-        return made
+    def propose(self, state, budget):
+        made = super().propose(state, budget)
+        doubtful = (i for i in range(len(made)) if made.laws[i][made.tokens[i]] < 0.4)
+        count = next(doubtful, len(made))
+        return Proposal(made.tokens[:count], made.laws[:count], made.finite)
 
 
 class OwnOrder(ModelDrafter):
     """The law of a cut head is left over the draft's own rows."""
 
-    def over_target(self, law):
-        return torch.cat([law, law.new_zeros(self.target_rows - len(law))])
+    class Ids(DraftIds):
+        def law(self, law):
+            return torch.cat([law, law.new_zeros(self.rows - len(law))])
+
+    def __init__(self, model, target_rows, *more, **options):
+        super().__init__(model, target_rows, *more, **options)
+        self.ids = self.Ids(model, target_rows)
 
 
 @pytest.mark.parametrize(
@@ -408,6 +412,11 @@ def test_the_processed_law_is_temperature_then_top_k_then_top_p(temperature, top
             assert probs == pytest.approx(processed(row, max(temperature, 1e-30), min(top_k, 8), top_p), abs=close)
 
 
+def passed(logits: torch.Tensor) -> Pass:
+    """(rows, vocabulary) as what a pass gave."""
+    return Pass(logits[None], (), logits.amax(-1).isfinite().all())
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.01, 1e-6])
 def test_a_residual_of_rounding_alone_is_not_normalised(temperature):
     """The same 1000 logits through float64 and float32: what remains of their difference is noise, not a law."""
@@ -416,7 +425,8 @@ def test_a_residual_of_rounding_alone_is_not_normalised(temperature):
     target, draft = rule.law(logits)[0].float(), rule.law(logits.float())[0]
     assert torch.equal(residual(target, draft, 0), target)
     assert torch.equal(residual(target, target, 0), target)
-    assert 0 <= int(rule.judge(logits.float().repeat(2, 1), [0], [target])[0][-1]) < 1000
+    verdict = rule.judge(passed(logits.float().repeat(2, 1)), Proposal(torch.tensor([0]), [target]))
+    assert verdict.finite and 0 <= verdict.token < 1000
 
 
 def test_a_residual_that_is_not_finite_raises_nothing_and_the_loop_refuses_the_logits():
@@ -425,7 +435,7 @@ def test_a_residual_that_is_not_finite_raises_nothing_and_the_loop_refuses_the_l
     nan.lm_head.weight.data[7] = float("nan")
     for pair in ((nan, target), (target, nan)):
         with pytest.raises(DecodingError, match="not finite"):
-            tiny.speculated(*pair, rule=lambda: Sampled(*PLAIN, Chance(0)))
+            tiny.speculated(*pair, rule=Sampled(*PLAIN, Chance(0)))
 
 
 def test_judging_leaves_the_laws_as_they_were():
@@ -436,25 +446,29 @@ def test_judging_leaves_the_laws_as_they_were():
     probs = rule.law(logits)
     rule.law = lambda _: probs
     spoilt = probs.clone()
-    verdict = rule.judge(logits, [0, 1, 2], laws)
-    assert verdict.accepted == 0 and verdict.tokens[0] != 0
+    proposal = Proposal(torch.tensor([0, 1, 2]), laws)
+    verdict = rule.judge(passed(logits), proposal)
+    assert verdict.path == [] and verdict.token != 0
+    assert verdict.guesses == proposal.tokens.tolist() == [0, 1, 2]
     assert torch.equal(logits, before) and torch.equal(laws[1], kept) and torch.equal(probs, spoilt)
 
 
 def test_temperature_zero_is_greedy():
     target, draft = tiny.llama(), tiny.near(tiny.llama())
-    rule = {"rule": lambda: Sampled(0.0, 0, 1.0, Chance(0))}
+    rule = {"rule": Sampled(0.0, 0, 1.0, Chance(0))}
     assert tiny.speculated(target, draft, **rule) == tiny.speculated(target, draft)
-    assert tiny.plainly(target, target, **rule).tokens == tiny.greedy(target, tiny.PROMPT, 30)
+    assert tiny.plainly(target, **rule).tokens == tiny.greedy(target, tiny.PROMPT, 30)
 
 
-@pytest.mark.parametrize("write", [tiny.speculated, tiny.plainly])
-def test_the_seed_alone_decides_the_text(write):
+@pytest.mark.parametrize("speculative", [True, False])
+def test_the_seed_alone_decides_the_text(speculative):
     """Whatever ran before in the process, and whatever torch's own generator was set to."""
     target, draft = tiny.llama(), tiny.near(tiny.llama())
 
     def text(seed):
-        return write(target, draft, rule=lambda: Sampled(*PLAIN, Chance(seed))).tokens
+        rule = Sampled(*PLAIN, Chance(seed))
+        done = tiny.speculated(target, draft, rule=rule) if speculative else tiny.plainly(target, rule=rule)
+        return done.tokens
 
     torch.manual_seed(5)
     first, state = text(1), torch.random.get_rng_state()
@@ -465,6 +479,16 @@ def test_the_seed_alone_decides_the_text(write):
     assert text(2) != first
     torch.manual_seed(5)
     assert torch.equal(torch.random.get_rng_state(), state), "torch's own generator was not touched"
+
+
+def test_one_rule_begins_its_seed_anew_with_every_run():
+    """In the measuring of a seed the arms share one rule, in an order that changes: none may move the numbers of another."""
+    task, draft = tiny.task(tiny.llama()), tiny.near(tiny.llama())
+    rule = Sampled(*PLAIN, Chance(1))
+    method = draft_model(task, draft, 3, rule)
+    alone, fast = run_baseline(task, rule).done, run_speculative(task, method).done
+    assert run_speculative(task, method).done == fast and run_baseline(task, rule).done == alone
+    assert run_baseline(task, rule).done == alone and run_speculative(task, method, watched=True).done == fast
 
 
 # ------------------------------------------------------------------------------------------------------------ the checks
@@ -511,7 +535,7 @@ def noted(recorder=law.Recorder) -> dict:
     rows, target, draft = [], Table(4, 1), Table(4, 2)
     for seed in range(8):
         made = recorder(*PLAIN, Chance(seed))
-        run_speculative(tiny.task(target, draft, PROMPT, 100, 3, rule=lambda made=made: made))
+        tiny.speculated(target, draft, PROMPT, 100, 3, made)
         rows.append({"overlaps": made.overlaps, "judged_accepted": made.accepted})
     return law.acceptance_check(rows, 1e-3)
 
@@ -534,24 +558,30 @@ def test_a_draft_judged_by_a_law_it_was_not_drawn_from_leaves_it_too():
 def test_a_draft_that_fell_silent_guesses_again_in_the_next_draw(monkeypatch):
     made, propose = [], ModelDrafter.propose
 
-    def noted_proposal(self, ids, length, *more):
-        proposal = propose(self, ids, length, *more)
-        made.extend([proposal.count] if length == len(PROMPT) else [])
+    def noted_proposal(self, state, budget):
+        proposal = propose(self, state, budget)
+        made.extend([len(proposal)] if state.length == len(PROMPT) else [])
         return proposal
 
     monkeypatch.setattr(ModelDrafter, "propose", noted_proposal)
-    task = tiny.task(Table(5, 1), Table(3, 2), PROMPT, 2, 2)
-    pairs = list(law.drawn_pairs(task, Sampled(*PLAIN, Chance(0)), range(30)))
+    task = law.law_task(tiny.task(Table(5, 1), PROMPT, 2))
+    method = draft_model(task, Table(3, 2), 2, Sampled(*PLAIN, Chance(0)))
+    pairs = list(law.drawn_pairs(task, method, range(30)))
     assert made == [2] * 30 and max(map(max, pairs)) >= 3
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_law_of_the_first_tokens_fits_and_a_wrong_residual_does_not(k, monkeypatch):
-    task = tiny.task(Table(5, 1), Table(5, 2), PROMPT, 8, k)
-    row = law.law_row(task, PLAIN, 0, 1000)
-    assert row["p_value"] > 1e-3 and row["cells"] > 10 and row["draws"] == 1000
+    task, draft = tiny.task(Table(5, 1), PROMPT, 8), Table(5, 2)
+    row = law.law_row(task, draft, k, PLAIN, 0, 1000)
+    assert row["p_value"] > 1e-3 and row["cells"] > 10 and row["draws"] == 1000 and row["k"] == k
     monkeypatch.setattr(sampled, "residual", lambda target, draft, guess: target)
-    assert law.law_row(task, PLAIN, 0, 1000)["p_value"] < 1e-6
+    assert law.law_row(task, draft, k, PLAIN, 0, 1000)["p_value"] < 1e-6
+
+
+def test_the_law_of_the_first_tokens_is_tested_with_two_guesses_at_most():
+    row = law.law_row(tiny.task(Table(5, 1), PROMPT, 8), Table(5, 2), 7, PLAIN, 0, 200)
+    assert row["k"] == law.LAW_K == 2 and row["p_value"] > 1e-3
 
 
 def test_chi_square_by_hand():
@@ -593,14 +623,15 @@ def test_the_script_measures_every_temperature_and_writes_what_it_drew(sampling,
     assert len({tuple(row["tokens"]) for row in rows if row["temperature"] == 1}) == 3
     assert [row["texts"] for row in summary] == [1, 3, 3] and all(row["within"] for row in summary)
     said = capsys.readouterr().out
-    assert "overlap of the laws" in said and "Guesses are accepted as often as the laws overlap" in said
+    assert "| overlap |" in said and "| alpha may be" in said
+    assert "Guesses are accepted as often as the laws overlap" in said
 
 
 def test_a_run_goes_on_where_it_was(sampling, results, monkeypatch):
     argv = ("--temperatures", "1", "--seeds", 2, "--n-tokens", 8, "--resume")
     assert sampling(*argv) == 0
     before = results.read_text()
-    monkeypatch.setattr(spec_sampling, "measure", lambda *a: pytest.fail("measured again"))
+    monkeypatch.setattr(spec_sampling, "measure_seed", lambda *a: pytest.fail("measured again"))
     assert sampling(*argv) == 0
     assert json.loads(results.read_text())["rows"] == json.loads(before)["rows"]
 
@@ -620,9 +651,9 @@ def test_randomness_that_is_not_the_seeds_fails_the_run(sampling, monkeypatch, c
 
 @pytest.mark.parametrize("arm", ["baseline", "speculative", "baseline_again"])
 def test_every_timed_text_is_compared_with_the_seeds_first(arm, sampling, monkeypatch, capsys):
-    def spoilt(arms, repeats, warmup, real=spec_sampling.interleave):
-        samples = real(arms, repeats, warmup)
-        samples[arm][-1][0][0].tokens[-1] += 1
+    def spoilt(*given, real=spec_sampling.interleave, **more):
+        samples = real(*given, **more)
+        samples[arm][-1].done.tokens[-1] += 1
         return samples
 
     monkeypatch.setattr(spec_sampling, "interleave", spoilt)
@@ -630,6 +661,25 @@ def test_every_timed_text_is_compared_with_the_seeds_first(arm, sampling, monkey
     assert (
         f"seed 0: {arm} wrote another text than the first run of that seed, from token 7 on" in capsys.readouterr().out
     )
+
+
+def test_the_order_of_the_arms_changes_from_seed_to_seed(sampling, monkeypatch):
+    """With one turn a seed, an arm that always came first would meet the machine in another state than the others."""
+    orders = []
+
+    def noted(arms, repeats, warmup, real=spec_sampling.interleave, **more):
+        orders.append([])
+
+        def named(name, run):
+            return lambda: (orders[-1].append(name), run())[1]
+
+        return real({name: named(name, run) for name, run in arms.items()}, repeats, warmup, **more)
+
+    monkeypatch.setattr(spec_sampling, "interleave", noted)
+    assert sampling("--temperatures", "1", "--seeds", 12, "--n-tokens", 2) == 0
+    assert all(sorted(order) == ["baseline", "baseline_again", "speculative"] for order in orders) and len(orders) == 12
+    assert len({tuple(order) for order in orders}) >= 4
+    assert orders[1::2] == [order[::-1] for order in orders[::2]], "over a pair every arm stands as early as late"
 
 
 def test_a_text_that_is_not_greedys_at_temperature_zero_fails_the_run(sampling, monkeypatch, capsys):
@@ -672,7 +722,7 @@ def test_the_law_of_the_first_tokens_is_tested_where_asked(sampling, results, mo
     ],
 )
 def test_a_wrong_option_is_one_line_before_anything_is_loaded(more, words, results, capfd, monkeypatch):
-    monkeypatch.setattr(spec_sampling, "load_pair", lambda *a, **b: pytest.fail("models were loaded first"))
+    monkeypatch.setattr("spec_harness.options.load_pair", lambda *a, **b: pytest.fail("models were loaded first"))
     try:
         code = spec_sampling.main([*more, "--results", str(results)])
     except SystemExit as left:

@@ -328,7 +328,9 @@ def declared_quantised():
 
 UNFIT = {
     "a hook": hooked,
-    "a projection of another class": lambda: with_linear(lambda one: setattr(one.mlp, "up_proj", LowRank(32, 64))),
+    "a projection of another class": lambda: with_linear(
+        lambda one: setattr(one.mlp, "up_proj", LowRank(32, 64, bias=False))
+    ),
     "one projection with a bias of its own": lambda: with_linear(
         lambda one: setattr(one.self_attn, "v_proj", nn.Linear(32, 16))
     ),

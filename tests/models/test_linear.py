@@ -22,7 +22,7 @@ from spec_models.linear import (
     HalfLinear,
     choose,
     drawn_layer,
-    emulation_factor,
+    emulation_factors,
     independent_rows,
     pack,
     pass_weights,
@@ -218,19 +218,19 @@ def test_packed_bfloat16_is_counted_at_two_bytes():
 
 
 def test_a_dtype_with_its_instructions_is_not_called_emulated(monkeypatch):
-    assert emulation_factor(CPU, F32) is None and emulation_factor(torch.device("cuda"), BF16) is None
+    assert emulation_factors(CPU, F32) is None and emulation_factors(torch.device("cuda"), BF16) is None
     monkeypatch.setattr(cpu_linear, "works", lambda kind, dtype: True)
-    assert emulation_factor(CPU, BF16) is None
+    assert emulation_factors(CPU, BF16) is None
     monkeypatch.setattr(cpu_linear, "works", lambda kind, dtype: False)
-    assert emulation_factor(CPU, BF16) > 0
+    assert min(emulation_factors(CPU, BF16).values()) > 0
 
 
 def test_an_emulated_dtype_is_said_before_anything_is_loaded(monkeypatch, capsys):
     monkeypatch.setattr(cpu_linear, "works", lambda kind, dtype: False)
-    monkeypatch.setattr(cpu_linear, "emulation_factor", lambda device, dtype: 17.3)
+    monkeypatch.setattr(cpu_linear, "emulation_factors", lambda device, dtype: {8: 1.9, 64: 27.3})
     assert linear_kind(argparse.Namespace(cpu_linear="auto"), CPU, BF16) == "plain"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("--dtype bfloat16: ") and "17.3 times as long as in float32" in line
+    assert line.startswith("--dtype bfloat16: ") and "1.9 times as long as in float32 over 8 rows, 27.3 times" in line
 
 
 # ----------------------------------------------------------------------------------------------- rows and their neighbours

@@ -14,7 +14,7 @@ from spec_models import fused as fused_module
 from spec_models import linear as cpu_linear
 from spec_models import sight
 from spec_models.fused import FIRST_ROOM, FusedLlama, prove_rows
-from spec_models.linear import MOST_ROWS, works
+from spec_models.linear import MOST_ROWS, independent_rows, works
 from spec_models.sight import STEP, Block, Rows, visible_paths
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -43,8 +43,10 @@ both_kinds = pytest.mark.parametrize(("kind", "dtype"), CASES.values(), ids=CASE
 def made(name: str, kind: str, dtype: torch.dtype) -> FusedLlama:
     model = FusedLlama(MODELS[name](dtype)).eval()
     assert cpu_linear.pack([model], kind) == []
-    if prove_rows(model) < 17:
-        pytest.skip(f"on this processor rows are independent up to {model.rows_independent} only")
+    most = independent_rows(model)
+    if most < 17:
+        pytest.skip(f"on this processor linear layers keep rows independent up to {most} only")
+    assert prove_rows(model) == most
     return model
 
 

@@ -1,0 +1,74 @@
+"""One model in several kinds of linear layers or forms of pass, timed in the same turns: what each makes of V(n)."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+import torch
+
+from spec_common import UserError, interleave, paired_ratio
+from spec_harness.costs import timed_pass, warm_cache
+from spec_harness.tables import fixed, markdown_table
+from spec_models.checks import Loaded
+from spec_models.fused import FusedLlama, supported
+from spec_models.linear import KINDS, pack, twin, works
+from spec_models.pairs import run_fused
+
+
+def in_each_kind(loaded: Loaded, asked: str) -> dict[str, torch.nn.Module]:
+    """The model, not packed yet, with every kind of linear layer that serves its dtype here, in the form of pass `asked`
+    for. Everything that is not packed is shared. Raises UserError off a CPU."""
+    if loaded.model.device.type != "cpu":
+        raise UserError("--compare-linears: compares linear layers on a CPU; leave it out")
+    kinds = [kind for kind in KINDS if works(kind, loaded.model.dtype)]
+    is_fused = run_fused(asked, [loaded])
+    models = {
+        kind: FusedLlama(twin(loaded.model)).eval() if is_fused else twin(loaded.model) for kind in (*kinds, "plain")
+    }
+    for kind, model in models.items():
+        pack([model], kind)
+    return models
+
+
+def in_each_pass(loaded: Loaded, kind: str) -> dict[str, torch.nn.Module]:
+    """The model, not packed yet, in both forms of pass, linear layers of that kind. Raises UserError where it cannot be fused."""
+    if not supported(loaded.model):
+        raise UserError(f"--compare-passes: {loaded.name} cannot be fused; leave it out")
+    models = {"plain": twin(loaded.model), "fused": FusedLlama(twin(loaded.model)).eval()}
+    done: dict = {}
+    for model in models.values():
+        pack([model], kind, done)
+    return models
+
+
+def measure_variants(models: dict, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int) -> list[dict]:
+    """A row for each of `models` and n, all passes in the same turns: milliseconds, V(n), and the share of the first
+    model's time, each a median with its raw seconds."""
+    caches = {name: warm_cache(model, ids, context) for name, model in models.items()}
+    arms = {
+        (name, n): partial(timed_pass, model, ids, caches[name], context, n)
+        for name, model in models.items()
+        for n in sizes
+    }
+    seconds = {arm: [run.seconds for run in runs] for arm, runs in interleave(arms, repeats, warmup).items()}
+    first = next(iter(models))
+    return [
+        {"variant": name, "tokens": n, "pass_ms": 1000 * statistics.median(seconds[name, n]),
+         "v": paired_ratio(seconds[name, n], seconds[name, 1])["median"],
+         "of_first": paired_ratio(seconds[name, n], seconds[first, n])["median"], "seconds": seconds[name, n]}
+        for name in models for n in sizes
+    ]  # fmt: skip
+
+
+def table(rows: list[dict]) -> str:
+    """V(n) of every variant side by side, its milliseconds beside it."""
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    columns = [("tokens", "tokens", str)]
+    for name in names:
+        columns += [(f"{name}_ms", f"{name}, ms", fixed(1)), (f"{name}_v", "V(n)", fixed(2, "x"))]
+    lines: dict[int, dict] = {}
+    for row in rows:
+        line = lines.setdefault(row["tokens"], {"tokens": row["tokens"]})
+        line.update({f"{row['variant']}_ms": row["pass_ms"], f"{row['variant']}_v": row["v"]})
+    return markdown_table(list(lines.values()), columns)
