@@ -241,6 +241,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@functools.cache
+def remark(text: str) -> None:
+    """Something worth knowing that stops nothing: said once, however often it is met."""
+    say(text)
+
+
 # ------------------------------------------------------------------------------------------------------------- options
 
 

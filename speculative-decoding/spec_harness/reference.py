@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from spec_common import ClaimFailed, first_line, say, timed
 from spec_harness.cells import Task, run_speculative
 from spec_loop import Decoded
+from spec_models.checkpoint import overridden  # noqa: F401  (the scripts take it from here)
 
 NO_PAD = -1  # no text holds it: from a real id transformers would infer a mask that hides it from the assistant
 
@@ -48,24 +49,6 @@ def plain_config(n_tokens: int, ends: frozenset[int]) -> GenerationConfig:
         eos_token_id=sorted(ends) or None,
         pad_token_id=NO_PAD,
     )
-
-
-def overridden(model) -> dict:
-    """What the checkpoint's own generation config asks for and a greedy comparison must leave out."""
-    harmless = (
-        "eos_token_id",
-        "bos_token_id",
-        "pad_token_id",
-        "transformers_version",
-        "use_cache",
-        "_from_model_config",
-    )
-    asked = model.generation_config.to_diff_dict() if model.generation_config else {}
-    return {
-        name: value
-        for name, value in asked.items()
-        if name not in harmless and not name.startswith(("output_", "return_"))
-    }
 
 
 @contextlib.contextmanager
