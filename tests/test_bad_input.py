@@ -182,7 +182,7 @@ def shelf(disk):
         ("no tokenizer", []),
         ("nothing at all", []),
         ("broken.gguf", []),
-        ("state space", ["cannot verify blocks"]),
+        ("state space", ["choose"]),
         ("bidirectional", ["cannot verify blocks"]),
         ("not finite", ["not finite", "--dtype"]),
     ],

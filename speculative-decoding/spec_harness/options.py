@@ -11,7 +11,7 @@ from spec_harness.cells import Task
 from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
-from spec_models.checks import check_room, context_limit, end_ids, prompt_ids
+from spec_models.checks import check_ids, check_room, context_limit, prompt_ids, stopping_ids
 from spec_models.pairs import DRAFT_PASSES, PAIRS
 from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
 
@@ -38,6 +38,10 @@ def add_draft_options(parser) -> None:
     parser.add_argument(
         "--draft-vocab-text", type=Path, metavar="FILE", help="count those ids in a text; left out: the list that ships"
     )
+    parser.add_argument(
+        "--allow-tokenizer-differences", action="store_true",
+        help="take a draft to which some ids mean other words (the text stays exact, guesses suffer)",
+    )  # fmt: skip
     parser.add_argument(
         "--draft-pass", choices=DRAFT_PASSES, default="auto",
         help="fused: a draft's Llama layers with fewer operators; plain: as transformers runs them; auto: fused on a CPU",
@@ -149,8 +153,10 @@ def make_task(args, target, draft, text: str, k: int, device) -> Task:
     models = [target] if draft is None else [target, draft]
     for model in models:
         check_room(model, prompt.shape[1], args.n_tokens, "--n-tokens")
+    if draft is not None:
+        check_ids(draft, prompt[0].tolist(), target.tokenizer, getattr(args, "allow_tokenizer_differences", False))
     limits = [limit for limit in (context_limit(model.model) for model in models) if limit is not None]
-    ends = end_ids(target.model) if args.stop_at_eos else frozenset()
+    ends = stopping_ids(target) if args.stop_at_eos else frozenset()
     limit = min(limits, default=None)
     drafting = (None, None) if draft is None else (draft.model, draft.plain)
     return Task(target.model, drafting[0], prompt, args.n_tokens, k, args.loop, ends, limit, drafting[1])

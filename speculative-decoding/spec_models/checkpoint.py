@@ -26,9 +26,9 @@ def stored_config(where: str) -> SimpleNamespace:
 
 def check_config(config, name: str, flag: str) -> None:
     """Refuse sizes that no model can have, by the name of the field. Raises UserError."""
-    own = getattr(config, "attribute_map", {})
+    own, fields = getattr(config, "attribute_map", {}), vars(config)  # a property, as XLNet's length of -1, is no field
     for field in (own.get(field, field) for field in AT_LEAST_ONE):
-        value = getattr(config, field, None)
+        value = fields.get(field)
         if isinstance(value, int) and value < 1:
             raise UserError(f"{flag} {name}: its config.json has {field} = {value}; a model needs at least 1")
 

@@ -101,9 +101,10 @@ def shipped_draft(target: Loaded, name: str) -> Loaded:
 
 
 def load_draft(
-    target: Loaded, name: str, device, dtype, revision: str | None, trust: bool, same: bool = False
+    target: Loaded, name: str, device, dtype, revision: str | None, trust: bool, same: bool = False, allow: bool = False
 ) -> Loaded:
-    """A draft for that target, by name; `same`: the target itself. Raises UserError where they share no tokenizer."""
+    """A draft for that target, by name; `same`: the target itself; `allow`: whatever its tokenizer. Raises UserError where
+    they share none."""
     if same:
         return Loaded(target.model, target.tokenizer, target.name, "--draft", dict(target.about))
     if name.startswith("cut:"):
@@ -113,7 +114,7 @@ def load_draft(
     if re.fullmatch(r"draft-\w+", name) and not Path(name).exists():
         raise UserError(f"--draft {name}: no such draft; the repository ships {', '.join(SHIPPED_DRAFTS) or 'none'}")
     draft = load(name, "--draft", device, dtype, revision, trust)
-    check_same_tokenizer(target, draft)
+    check_same_tokenizer(target, draft, allow)
     return draft
 
 
@@ -217,7 +218,8 @@ def load_pair(
     loaded = []
     for name in drafts:
         same = (name, revision) == (args.target, args.revision)
-        draft = load_draft(target, name, device, dtype, revision, args.trust_remote_code, same=same)
+        allow = getattr(args, "allow_tokenizer_differences", False)
+        draft = load_draft(target, name, device, dtype, revision, args.trust_remote_code, same, allow)
         loaded += versions(args, target, draft, heads or [args.draft_vocab])
     for place, draft in enumerate(loaded):  # rows are found by the name, so two folders of one name need two
         if any(draft.name == other.name for other in loaded[:place]):
