@@ -15,8 +15,8 @@ import tiny
 from spec_common import UserError, is_out_of_memory, pick_device
 from spec_harness import cells
 from spec_harness.cells import counts
+from spec_harness.prompts import read_prompts
 from spec_harness.results import ResultFile
-from workloads import read_prompts
 
 
 def refused(main, argv, capfd) -> str:

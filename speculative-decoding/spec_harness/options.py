@@ -8,12 +8,13 @@ from pathlib import Path
 
 from spec_common import UserError, at_least, fraction, reachable
 from spec_harness.cells import Task
+from spec_harness.prompts import read_prompts
 from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
 from spec_models.checks import check_ids, check_room, context_limit, prompt_ids, stopping_ids
 from spec_models.pairs import DRAFT_PASSES, PAIRS
-from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
+from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 
 def add_task_options(parser) -> None:
@@ -100,7 +101,7 @@ def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WO
     group.add_argument(
         "--prompt-file",
         type=Path,
-        help="a text file (one prompt) or a .jsonl (one a line: a string, or prompt/text/turns)",
+        help="a text (one prompt), or a .jsonl or .json of strings or objects with prompt, text, question, messages, turns",
     )
     parser.add_argument("--limit", type=at_least(1), help="no more than that many prompts of the file")
 
@@ -127,12 +128,7 @@ def chosen_prompts(args) -> list[tuple[str, str]]:
             raise UserError("--prompt: empty; give some text")
         return [("prompt", args.prompt)]
     if args.prompt_file is not None:
-        try:
-            return read_prompts(reachable(args.prompt_file, "--prompt-file"))[: args.limit]
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"--prompt-file {args.prompt_file.name}: {getattr(error, 'strerror', None) or error}"
-            ) from error
+        return read_prompts(reachable(args.prompt_file, "--prompt-file"), args.limit)
     return [workload_prompt(args.workload)]
 
 
@@ -141,8 +137,13 @@ def check_prompts(args, target, drafts: list, prompts: list[tuple[str, str]], k:
     file's settings, so that no run resumes on another text of the same name. Raises UserError."""
     hashes = {}
     for name, text in prompts:
-        for draft in drafts:
-            task = make_task(args, target, draft, text, k, device)
+        try:
+            for draft in drafts:
+                task = make_task(args, target, draft, text, k, device)
+        except UserError as error:
+            raise (
+                UserError(f"--prompt-file {name}: {error}") if getattr(args, "prompt_file", None) else error
+            ) from error
         hashes[name] = hashlib.sha256(str(task.prompt[0].tolist()).encode()).hexdigest()[:16]
     return hashes
 
