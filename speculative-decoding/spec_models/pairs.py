@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers.initialization import no_init_weights
 
 from spec_common import HERE, UserError, dtype_name, first_line
 from spec_models import fused
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks, check_same_tokenizer
+from spec_models.cut import cut_model
 from spec_models.embedded import sha256
 from spec_models.files import belongs_to, build_draft
 from spec_models.load import EMBEDDED, linear_kind, load
@@ -41,35 +41,13 @@ DRAFT_PASSES = ("auto", "fused", "plain")
 # ------------------------------------------------------------------------------------------------------------ by name
 
 
-def cut_layers(model, wanted: list[int]):
-    """A model of the `wanted` layers of `model`, in that order, sharing its tensors."""
-    config = copy.deepcopy(model.config)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in wanted]
-    config.num_hidden_layers = len(wanted)
-    place = {layer: [new for new, old in enumerate(wanted) if old == layer] for layer in wanted}
-    state = {}
-    for key, value in model.state_dict().items():
-        layer = re.search(r"(?<=\.)\d+(?=\.)", key)
-        for new in place.get(int(layer[0]), []) if layer else [None]:
-            state[key if new is None else f"{key[: layer.start()]}{new}{key[layer.end() :]}"] = value
-    with no_init_weights(), torch.device(model.device):
-        draft = type(model)(config).to(model.dtype)
-    draft.load_state_dict(state, assign=True)
-    draft.tie_weights()
-    return draft
-
-
 def cut_draft(target: Loaded, name: str) -> Loaded:
     """A draft made of some of the target's own layers, e.g. `cut:0,1,23`; embedding, last norm and head are shared."""
     match = re.fullmatch(r"cut:(\d+(?:,\d+)*)", name)
     if not match:
         raise UserError(f"--draft {name}: write cut: and layer numbers, e.g. cut:0,1,23")
     wanted = [int(number) for number in match[1].split(",")]
-    layers = target.model.config.num_hidden_layers
-    if max(wanted) >= layers:
-        raise UserError(f"--draft {name}: the target has layers 0 to {layers - 1}")
-    return own_draft(target, cut_layers(target.model, wanted), name, {"cut_from": target.about})
+    return own_draft(target, cut_model(target, wanted, name), name, {"cut_from": target.about})
 
 
 def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
