@@ -43,6 +43,7 @@ from spec_harness.reference import overridden, reference_arms
 from spec_harness.results import ResultFile, environment, settings
 from spec_harness.tables import fixed, markdown_table, percent
 from spec_models.pairs import PAIRS, form, load_pair
+from spec_models.pieces import next_piece, pieces
 
 ACCEPTED, CORRECTED, DISCARDED, PLAIN = "\033[32m", "\033[33m", "\033[2;9m", "\033[0m"
 
@@ -143,18 +144,17 @@ def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
     """The text round by round: guesses kept, the target's own token, and what was thrown away."""
     marks = (ACCEPTED, CORRECTED, DISCARDED, PLAIN) if colour else ("", "", "", "")
     lines, start, tokens = [], 0, row["tokens"]
-    rounds = zip(row["proposals"], row["accepted_lengths"], row["emitted_lengths"], strict=True)
-    for number, (guesses, kept, count) in enumerate(rounds, 1):
-        written, start = tokens[start : start + count], start + count
-        kept = min(kept, count)
+    counts = [(min(kept, n), n) for kept, n in zip(row["accepted_lengths"], row["emitted_lengths"], strict=True)]
+    texts = iter(pieces(tokenizer, tokens, [part for kept, n in counts for part in (kept, n - kept)]))
+    for number, (guesses, (kept, count)) in enumerate(zip(row["proposals"], counts, strict=True), 1):
+        discarded = next_piece(tokenizer, tokens[: start + kept], guesses[kept:])
+        start += count
         parts = [
-            ("accepted", marks[0], written[:kept]),
-            ("target", marks[1], written[kept:]),
-            ("discarded", marks[2], guesses[kept:]),
+            ("accepted", marks[0], kept, next(texts)),
+            ("target", marks[1], count - kept, next(texts)),
+            ("discarded", marks[2], len(guesses) - kept, discarded),
         ]
-        shown = [
-            f"{name} {mark}{tokenizer.decode(part)!r}{marks[3] if mark else ''}" for name, mark, part in parts if part
-        ]
+        shown = [f"{name} {mark}{text!r}{marks[3] if mark else ''}" for name, mark, n, text in parts if n > 0]
         lines.append(f"{number:>3}  " + "   ".join(shown))
     return "\n".join(lines)
 

@@ -159,7 +159,17 @@ def load_models(args, device, dtype) -> tuple[Loaded, Loaded | None]:
     else:
         both = [load(args.model, "--model", device, dtype, args.revision, args.trust_remote_code)]
         both += (
-            [load_draft(both[0], args.draft, device, dtype, None, args.trust_remote_code)]
+            [
+                load_draft(
+                    both[0],
+                    args.draft,
+                    device,
+                    dtype,
+                    None,
+                    args.trust_remote_code,
+                    allow=args.allow_tokenizer_differences,
+                )
+            ]
             if args.draft is not None
             else []
         )

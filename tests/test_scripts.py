@@ -310,8 +310,8 @@ def test_the_text_can_be_shown_round_by_round(pair, capsys):
 def test_rounds_show_what_was_kept_corrected_and_thrown_away():
     row = {"tokens": [5, 6, 7, 8], "proposals": [[5, 9], [7, 8]], "accepted_lengths": [1, 2], "emitted_lengths": [2, 2]}
     first, second = spec_decode.shown_rounds(tiny.words(), row, colour=False).splitlines()
-    assert first.split(None, 1)[1] == "accepted 'w1'   target 'w2'   discarded 'w5'"
-    assert second.split(None, 1)[1] == "accepted 'w3 w4'"
+    assert first.split(None, 1)[1] == "accepted 'w1'   target ' w2'   discarded ' w5'"
+    assert second.split(None, 1)[1] == "accepted ' w3 w4'"
     assert "\033[32m" in spec_decode.shown_rounds(tiny.words(), row, colour=True)
 
 

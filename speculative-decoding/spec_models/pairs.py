@@ -59,7 +59,7 @@ def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
     )
 
 
-def shipped_draft(target: Loaded, name: str) -> Loaded:
+def shipped_draft(target: Loaded, name: str, allow: bool = False) -> Loaded:
     """A draft that the repository ships. On the target that it was trained for it shares the embedding and head; a larger
     model of that family has its tokenizer, and gets the draft with the embedding it was trained with. Raises UserError."""
     about = {"sha256": sha256(SHIPPED_DRAFTS[name]), "draft_vocab": SHIPPED_HEAD}
@@ -74,7 +74,7 @@ def shipped_draft(target: Loaded, name: str) -> Loaded:
     loaded = Loaded(
         draft, origin.tokenizer, name, "--draft", {"name": name, **about, "parameters": draft.num_parameters()}
     )
-    check_same_tokenizer(target, loaded)
+    check_same_tokenizer(target, loaded, allow)
     return loaded
 
 
@@ -88,7 +88,7 @@ def load_draft(
     if name.startswith("cut:"):
         return cut_draft(target, name)
     if name in SHIPPED_DRAFTS:
-        return shipped_draft(target, name)
+        return shipped_draft(target, name, allow)
     if re.fullmatch(r"draft-\w+", name) and not Path(name).exists():
         raise UserError(f"--draft {name}: no such draft; the repository ships {', '.join(SHIPPED_DRAFTS) or 'none'}")
     draft = load(name, "--draft", device, dtype, revision, trust)

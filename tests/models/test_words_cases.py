@@ -9,8 +9,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 import spec_decode
+import spec_precondition
 import tiny
-from spec_common import UserError
+from spec_common import UserError, remark
 from spec_models import checks
 from spec_models.checks import Loaded, check_same_tokenizer, prompt_ids
 
@@ -47,7 +48,7 @@ def test_a_template_that_wants_parts_gets_them(template, text, expected):
     assert ids(tokenizer(template=template), text, chat=True) == expected
 
 
-@pytest.mark.parametrize("words", ["w9", "w9 w1", ""])
+@pytest.mark.parametrize("words", ["w9", "w9 w1", "", "{{ m['content'] | length }}", "{{ m['content'][1:] }}"])
 def test_a_template_that_swallows_the_prompt_is_refused(words):
     swallowing = tokenizer(template="{% for m in messages %}<s> " + words + "{% endfor %}")
     with pytest.raises(UserError, match="--chat: tiny's template leaves the words of the prompt out; leave --chat out"):
@@ -189,6 +190,11 @@ def test_a_draft_of_another_tokenizer_goes_on_where_that_is_allowed_and_its_ids_
     other = tiny.save(tiny.near(tiny.llama()), tmp_path / "other", tiny.words(reverse=True))
     argv = [*pair, "--draft", other, "--prompt", "w1 w5 w9"]
     assert spec_decode.main(argv) == 2
+    costs = ["--device", "cpu", "--model", pair[3], "--draft", other, "--tokens", "1,2", "--repeats", "1"]
+    costs += ["--context", "8", "--results", str(tmp_path / "costs.json")]
+    assert spec_precondition.main(costs) == 2
+    assert spec_precondition.main([*costs, "--allow-tokenizer-differences"]) == 0
+    capsys.readouterr(), remark.cache_clear()
     assert written([*argv, "--allow-tokenizer-differences"], results) == tiny.greedy(tiny.llama(), (5, 9, 13), 8)
     said = capsys.readouterr().err
     assert "id 4 is 'w59' to the draft and 'w0' to the target" in said and "and 50 more" in said
