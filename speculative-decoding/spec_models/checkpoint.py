@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+from safetensors import safe_open
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from spec_common import UserError
@@ -60,10 +62,29 @@ def check_complete(info: dict, config, name: str, flag: str) -> None:
             f"{flag} {name}: the checkpoint is incomplete, {len(absent)} weights are missing, the first {absent[0]}{also}"
         )
     if unknown:
+        why = "its config.json is another model's, or its format is not known to transformers"
+        if name.endswith(".gguf"):
+            why = "transformers would leave them out; give the folder that the file was made from"
         raise UserError(
-            f"{flag} {name}: the checkpoint holds {len(unknown)} weights that its model has no place for, the first {unknown[0]}; "
-            "its config.json is another model's, or its format is not known to transformers"
+            f"{flag} {name}: the checkpoint holds {len(unknown)} weights that its model has no place for, the first {unknown[0]}; {why}"
         )
+
+
+def check_formats(where: str, config, name: str, flag: str) -> None:
+    """Refuse a folder's weights that are whole numbers where nothing says how to unpack them: transformers would take the
+    numbers for the weights. Raises UserError."""
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return
+    for path in sorted(Path(where).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in sorted(file.keys()):
+                stored = file.get_slice(key).get_dtype()
+                if key.endswith(".weight") and stored.startswith(("I", "U")):
+                    raise UserError(
+                        f"{flag} {name}: {key} is stored as {stored}, and its config.json names no format known to transformers "
+                        f"({method or 'no quantization_config'}); give the model in half precision"
+                    )
 
 
 def harmless(key: str, config) -> bool:

@@ -15,7 +15,14 @@ from transformers.initialization import no_init_weights
 
 from spec_common import HERE, UserError, first_line, is_out_of_memory, reachable, remark, say
 from spec_models import linear as cpu_linear
-from spec_models.checkpoint import check_complete, check_config, check_generation_config, overridden, stored_config
+from spec_models.checkpoint import (
+    check_complete,
+    check_config,
+    check_formats,
+    check_generation_config,
+    overridden,
+    stored_config,
+)
 from spec_models.checks import Loaded
 from spec_models.embedded import MANIFEST, check_gguf, ensure_target, load_gguf, sha256
 
@@ -236,6 +243,7 @@ def load(
             ) from error
         raise explain(error, name, flag) from error
     check_complete(info, config, name, flag)
+    check_formats(where, config, name, flag)
     tokenizer = load_tokenizer(where, name, flag, revision, trust)
     shown, asked = shown_name(name), overridden(model)
     if asked:

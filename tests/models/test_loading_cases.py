@@ -56,6 +56,14 @@ def test_weights_of_a_format_that_nobody_unpacks_are_refused(config, folder):
     refused(folder(weights=eight_bit, **config), "1 weights", "model.layers.0.self_attn.q_proj.weight_scale")
 
 
+@pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "mystery"}}])
+def test_weights_of_whole_numbers_without_a_scale_are_refused(config, folder):
+    def whole(weights):
+        return {name: value for name, value in eight_bit(weights).items() if not name.endswith("_scale")}
+
+    refused(folder(weights=whole, **config), "model.layers.0.self_attn.q_proj.weight is stored as I8")
+
+
 def test_layers_that_the_config_leaves_out_are_refused(folder):
     refused(folder(num_hidden_layers=1), "9 weights", "model.layers.1.")
 
@@ -137,7 +145,12 @@ def test_a_gguf_file_that_is_one_of_several_parts_is_refused(tmp_path):
 
 
 def test_a_gguf_file_with_a_tensor_that_the_model_has_no_place_for_is_refused(tmp_path):
-    refused(gguf(tmp_path / "m.gguf", extra="rope_freqs.weight"), "1 weights", "rope_freqs.weight")
+    refused(gguf(tmp_path / "m.gguf", extra="rope_freqs.weight"), "1 weights", "rope_freqs.weight", "leave them out")
+
+
+def test_a_gguf_file_whose_head_is_its_embedding_is_whole(tmp_path):
+    model = load(gguf(tmp_path / "m.gguf", skip=("output.weight",)), "--target", CPU, F32).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.95])
