@@ -17,7 +17,7 @@ BLOCK_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.25, torch.bfloat16: 0.2
 LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # what configs call the longest text
 TRIAL = 10  # tokens of the real try
 CANNOT = "this architecture cannot verify blocks: it {}"
-FEW = 10  # differing ids that a remark lists
+FEW, MOST = 10, 100  # differing ids that a remark lists, and a result file
 
 
 @dataclass
@@ -149,15 +149,13 @@ def special_ids(tokenizer) -> set[int]:
     return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
 
 
-def differing_ids(target: Loaded, draft: Loaded) -> dict[int, str]:
-    """The ids that mean other things to the two: what each says, by id. Sizes may differ: tables are often padded."""
+def differing_ids(target: Loaded, draft: Loaded) -> dict[int, tuple[str, str]]:
+    """The ids that mean other things to the two, with the draft's token and the target's. Sizes may differ: tables are
+    often padded."""
     theirs = {token_id: token for token, token_id in draft.tokenizer.get_vocab().items()}
     ours = {token_id: token for token, token_id in target.tokenizer.get_vocab().items()}
-    return {
-        one: f"{meaning(draft.tokenizer, theirs[one], one)} to the draft and {meaning(target.tokenizer, ours[one], one)} to the target"
-        for one in sorted(ours.keys() & theirs.keys())
-        if ours[one] != theirs[one]
-    }
+    both = sorted(ours.keys() & theirs.keys())
+    return {one: (theirs[one], ours[one]) for one in both if ours[one] != theirs[one]}
 
 
 def check_same_tokenizer(target: Loaded, draft: Loaded, allow: bool = False) -> None:
@@ -172,20 +170,23 @@ def check_same_tokenizer(target: Loaded, draft: Loaded, allow: bool = False) -> 
     differing = differing_ids(target, draft)
     if not differing:
         return
-    unused = (
-        (special_ids(target.tokenizer) & special_ids(draft.tokenizer))
-        - end_ids(target)
-        - {target.tokenizer.bos_token_id}
-    )
+    unused = special_ids(target.tokenizer) & special_ids(draft.tokenizer)
+    unused -= {*end_ids(target), target.tokenizer.bos_token_id}
+
+    def says(one: int) -> str:
+        theirs, ours = differing[one]
+        return f"id {one} is {meaning(draft.tokenizer, theirs, one)} to the draft and {meaning(target.tokenizer, ours, one)} to the target"
+
     if not allow and not differing.keys() <= unused:
         # An id with words on both sides shows it best; the essay's 464 does when it is among them.
         one = 464 if 464 in differing else min(differing.keys() - unused)
         raise UserError(
-            f"--draft {draft.name} does not share the tokenizer of --target {target.name}: id {one} is {differing[one]} "
+            f"--draft {draft.name} does not share the tokenizer of --target {target.name}: {says(one)} "
             f"({len(differing)} ids differ); choose a draft of the target's family, or --allow-tokenizer-differences"
         )
-    draft.about["tokenizer_differences"] = sorted(differing)
-    listed = ", ".join(f"id {one} is {differing[one]}" for one in list(differing)[:FEW])
+    draft.about["tokenizer_differences"] = list(differing)[: MOST if allow else None]
+    draft.about["tokenizer_differences_count"] = len(differing)
+    listed = ", ".join(says(one) for one in list(differing)[:FEW])
     more = f", and {len(differing) - FEW} more" if len(differing) > FEW else ""
     remark(
         f"--draft {draft.name}: its tokenizer is not quite the target's: {listed}{more}; the text stays exact, guesses may suffer"

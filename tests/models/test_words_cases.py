@@ -150,7 +150,7 @@ def test_a_renamed_token_that_stands_for_no_text_is_a_remark(capsys):
     check_same_tokenizer(loaded(reserved()), draft)
     said = capsys.readouterr().err
     assert "id 60 is '<tool>' to the draft and '<reserved>' to the target" in said and said.count("\n") == 1
-    assert draft.about["tokenizer_differences"] == [60]
+    assert draft.about == {"tokenizer_differences": [60], "tokenizer_differences_count": 1}
 
 
 def test_a_renamed_word_is_refused_with_the_option_that_allows_it():
@@ -164,6 +164,12 @@ def test_a_renamed_end_is_refused():
     target.model.config.eos_token_id = 60
     with pytest.raises(UserError, match="id 60"):
         check_same_tokenizer(target, loaded(reserved("<tool>"), "--draft", "other"))
+
+
+def test_a_result_file_lists_no_more_than_a_hundred_differing_ids():
+    target, draft = loaded(tiny.words(n=300)), loaded(tiny.words(reverse=True, n=300), "--draft", "other")
+    check_same_tokenizer(target, draft, allow=True)
+    assert draft.about == {"tokenizer_differences": list(range(4, 104)), "tokenizer_differences_count": 300}
 
 
 def both(tmp_path) -> list[str]:
