@@ -1,7 +1,9 @@
-"""Prompts from a file, by what is in it: one text, or a record a line (.jsonl) or an item (.json), in the common shapes.
+"""Prompts from a file, by what is in it: one text, or a record a line (.jsonl) or an item (.json), in the common
+shapes.
 
-A record is a string or an object with `prompt`, `text`, `question`, `instruction` (and `input`), `messages`, `conversations`
-(ShareGPT's) or `turns`. Of a conversation the first turn of the user is the prompt; the rest is counted and said.
+A record is a string or an object with `prompt`, `text`, `question`, `instruction` (and `input`), `messages`,
+`conversations` (ShareGPT's) or `turns`. Of a conversation the first turn of the user is the prompt; the rest is counted
+and said.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ USERS = ("user", "human", "prompter")  # what conversations call the one who ask
 
 
 def content(turn: object) -> object:
-    """The words of one turn: a string, a message of OpenAI's shape (its content in parts or whole), or of ShareGPT's."""
+    """The words of one turn: a string, a message of OpenAI's shape (its content in parts or whole), or of
+    ShareGPT's."""
     words = next((turn[key] for key in ("content", "value") if key in turn), None) if isinstance(turn, dict) else turn
     if isinstance(words, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in words]
@@ -79,10 +82,11 @@ def is_json(data: bytes) -> bool:
 
 
 def records(data: bytes, lined: bool) -> Iterator[tuple[int, Callable[[], object]]]:
-    """(number, what gives the record) of a file: each line is one if the first is, else the whole is a list or one record.
+    """(number, what gives the record) of a file: each line is one if the first is, else the whole is a list or one
+    record.
 
-    A line is parsed only when it is asked for, so that lines past a limit cannot fail a run. `lined`: what the file's name
-    promises, believed where neither can be read.
+    A line is parsed only when it is asked for, so that lines past a limit cannot fail a run. `lined`: what the file's
+    name promises, believed where neither can be read.
     """
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     if len(lines) > 1 and (is_json(lines[0][1]) or (lined and not is_json(data))):
@@ -122,7 +126,8 @@ def read_records(data: bytes, name: str, lined: bool, limit: int | None) -> list
 
 
 def read_prompts(path: Path, limit: int | None = None, flag: str = "--prompt-file") -> list[tuple[str, str]]:
-    """(name, prompt) of the first `limit` prompts of a file. Raises UserError naming the file, and the line where one is bad."""
+    """(name, prompt) of the first `limit` prompts of a file. Raises UserError naming the file, and the line where one
+    is bad."""
     path = Path(path).expanduser()
     kind = Path(path.name.lower().removesuffix(".gz")).suffix
     if kind in TABLES:

@@ -1,4 +1,5 @@
-"""What a checkpoint must be before it is run: sizes that exist, every tensor and no other, settings that can be read."""
+"""What a checkpoint must be before it is run: sizes that exist, every tensor and no other, settings that can be
+read."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def check_generation_config(where: str, name: str, flag: str, revision: str | No
 
 
 def check_complete(info: dict, config, name: str, flag: str) -> None:
-    """Refuse a checkpoint without every weight (transformers would fill them in at random), or with weights the model has
-    no place for (it would drop them: scales of an 8-bit format, layers or biases its config lacks). Raises UserError."""
+    """Refuse a checkpoint without every weight (transformers would fill them in at random), or with weights the model
+    has no place for (it would drop them: scales of an 8-bit format, layers or biases its config lacks). Raises
+    UserError."""
     if info["mismatched_keys"]:
         key, stored, wanted = sorted(info["mismatched_keys"])[0]
         sizes = f"is {list(stored)} in the weights and {list(wanted)} by config.json"
@@ -71,8 +73,8 @@ def check_complete(info: dict, config, name: str, flag: str) -> None:
 
 
 def check_formats(where: str, config, name: str, flag: str) -> None:
-    """Refuse a folder's weights that are whole numbers where nothing says how to unpack them: transformers would take the
-    numbers for the weights. Raises UserError."""
+    """Refuse a folder's weights that are whole numbers where nothing says how to unpack them: transformers would take
+    the numbers for the weights. Raises UserError."""
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method in AUTO_QUANTIZATION_CONFIG_MAPPING:
         return
@@ -88,7 +90,8 @@ def check_formats(where: str, config, name: str, flag: str) -> None:
 
 
 def harmless(key: str, config) -> bool:
-    """Whether a stored weight may be left out: a known leftover, or a layer that the config says predicts further ahead."""
+    """Whether a stored weight may be left out: a known leftover, or a layer that the config says predicts further
+    ahead."""
     text = config.get_text_config(decoder=True)
     ahead = range(getattr(text, "num_nextn_predict_layers", None) or 0)
     extra = [f"layers.{text.num_hidden_layers + number}." for number in ahead]

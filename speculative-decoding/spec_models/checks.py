@@ -93,8 +93,8 @@ def tried(loaded: Loaded, what: str, work):
 def check_blocks(loaded: Loaded) -> None:
     """One real try: a block on a warm cache, rolled back and fed again, must give what one pass over everything gives.
 
-    Raises UserError, with the reason, for models that fail a short pass, take no cache of ours, ignore it or cannot roll
-    it back (state-space layers), look both ways, or give logits that are not finite.
+    Raises UserError, with the reason, for models that fail a short pass, take no cache of ours, ignore it or cannot
+    roll it back (state-space layers), look both ways, or give logits that are not finite.
     """
     model, rows = loaded.model, vocabulary_rows(loaded.model)
     if model.get_input_embeddings().weight.is_meta:
@@ -162,8 +162,8 @@ def check_same_tokenizer(target: Loaded, draft: Loaded, allow: bool = False) -> 
     """Refuse a pair whose ids mean different things, naming one; `allow`: say which, and go on.
 
     Ids that stand for no text, and neither begin nor end one, may differ: a text that holds none of them is read alike.
-    They are kept in the draft's `about`, and `check_ids` refuses a prompt that holds one. Raises UserError. Greedy output
-    would stay exact, only acceptance would fall to noise, so nothing else notices.
+    They are kept in the draft's `about`, and `check_ids` refuses a prompt that holds one. Raises UserError. Greedy
+    output would stay exact, only acceptance would fall to noise, so nothing else notices.
     """
     if target.tokenizer is draft.tokenizer:
         return
@@ -199,8 +199,8 @@ def vocabulary_rows(model) -> int:
 
 
 def check_ids(loaded: Loaded, ids: list[int], words=None, allow: bool = False) -> None:
-    """Refuse a prompt with an id that the model has no row for, or that means something else to it. `words`: the tokenizer
-    that the ids are of, where it is not the model's own. Raises UserError."""
+    """Refuse a prompt with an id that the model has no row for, or that means something else to it. `words`: the
+    tokenizer that the ids are of, where it is not the model's own. Raises UserError."""
     rows, tokenizer = vocabulary_rows(loaded.model), words or loaded.tokenizer
     worst = max(ids)
     if worst >= rows:
@@ -258,7 +258,8 @@ def holds_words(whole: str, text: str) -> bool:
 
 
 def prompt_ids(target: Loaded, text: str, chat: bool, device: torch.device, flag: str = "--prompt") -> torch.Tensor:
-    """The prompt as ids, shape (1, n), with the target's tokenizer. Raises UserError for an empty or unreadable prompt."""
+    """The prompt as ids, shape (1, n), with the target's tokenizer. Raises UserError for an empty or unreadable
+    prompt."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

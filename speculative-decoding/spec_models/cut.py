@@ -1,7 +1,8 @@
 """A model of some of another's layers, each still what it was there.
 
-The layers are copied as they stand, not built again from a config: what a layer became by its place (no rotary positions,
-a scale by its number, dense where the others are mixtures) stays with it. All tensors are the original's own.
+The layers are copied as they stand, not built again from a config: what a layer became by its place (no rotary
+positions, a scale by its number, dense where the others are mixtures) stays with it. All tensors are the original's
+own.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def cut_model(target: Loaded, wanted: list[int], name: str):
 
 @torch.inference_mode()
 def changed_layer(target, draft, wanted: list[int]) -> int | None:
-    """The first of the `wanted` layers that gives something else in `draft` than in `target` on the same input, or None."""
+    """The first of the `wanted` layers that gives something else in `draft` than in `target` on the same input, or
+    None."""
     length = min(ROW, context_limit(target) or ROW)
     ids = torch.arange(3, 3 + length, device=target.device).remainder(vocabulary_rows(target))[None]
     given = run_layers(target, ids, {})

@@ -1,7 +1,7 @@
 """A text in the pieces in which it was written, such that the pieces join to the text.
 
-One character may be several tokens (an emoji is four bytes), and a piece may end in the middle of it: decoded alone, both
-halves are replacement marks. A character belongs to the piece that completes it.
+One character may be several tokens (an emoji is four bytes), and a piece may end in the middle of it: decoded alone,
+both halves are replacement marks. A character belongs to the piece that completes it.
 """
 
 from __future__ import annotations

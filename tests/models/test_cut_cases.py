@@ -1,4 +1,5 @@
-"""Cut drafts of models whose layers differ by their place: each kept layer is what it was, or one line refuses the cut."""
+"""Cut drafts of models whose layers differ by their place: each kept layer is what it was, or one line refuses the
+cut."""
 
 from __future__ import annotations
 

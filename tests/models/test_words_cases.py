@@ -1,4 +1,5 @@
-"""Words in, ids out: the ids of a prompt are the prompt's, ends are known, and tokenizers that differ are told apart."""
+"""Words in, ids out: the ids of a prompt are the prompt's, ends are known, and tokenizers that differ are told
+apart."""
 
 from __future__ import annotations
 
