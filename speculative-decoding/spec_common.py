@@ -6,6 +6,7 @@ queues work, so an unsynchronised timer measures how fast Python queued it), and
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -230,3 +231,9 @@ def interval_text(low: float | None, high: float | None, digits: int = 2) -> str
 def say(text: str) -> None:
     """Progress and remarks go to stderr, so that stdout holds the tables alone."""
     print(text, file=sys.stderr, flush=True)
+
+
+@functools.cache
+def remark(text: str) -> None:
+    """Something worth knowing that stops nothing: said once, however often it is met."""
+    say(text)

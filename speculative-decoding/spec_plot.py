@@ -63,8 +63,10 @@ def caption(document: dict) -> str:
 
 def axes(theme: dict, title: str, foot: str, x: str, y: str):
     """A figure and its axes in the theme, the claim as the title."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    rcParams["text.parse_math"] = False  # a model or a prompt file may be called x$_y$: names are no formulas
     figure = Figure(figsize=SIZE, facecolor=theme["paper"], layout="constrained")
     ax = figure.add_subplot(facecolor=theme["paper"])
     ax.set_title(title, color=theme["ink"], loc="left", fontsize=12)

@@ -175,7 +175,9 @@ def load_models(args, device, dtype):
         both = [load_random(name, flag, device, dtype, args.revision, trust) for name, flag in named]
     else:
         both = [load(args.model, "--model", device, dtype, args.revision, trust)]
-        both += [load_draft(both[0], args.draft, device, dtype, None, trust)] if args.draft is not None else []
+        if args.draft is not None:
+            allow = args.allow_tokenizer_differences
+            both.append(load_draft(both[0], args.draft, device, dtype, None, trust, allow=allow))
     model, drafts = both[0], [in_form(args, both[0], one, args.draft_vocab) for one in both[1:]]
     args.compared = compared_forms(args, model, kind)
     pack(args, model, drafts, kind)

@@ -1,12 +1,9 @@
-"""The five prompts, from the most predictable to the least, and the reading of prompts from a file.
+"""The five prompts, from the most predictable to the least.
 
 Every prompt is the beginning of a text that the model goes on with, so the words alone decide how predictable it is.
 """
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 WORKLOADS = {
     "code": '''def add(a, b):
@@ -80,37 +77,3 @@ GROUNDED = {
 
 
 DEFAULT_WORKLOAD = "open prose"
-JSONL_KEYS = ("prompt", "text", "turns")
-
-
-def prompt_of(record: object) -> str:
-    """The prompt in one JSONL record: a string, or an object with prompt, text, or turns (the first turn)."""
-    if isinstance(record, dict):
-        record = next((record[key] for key in JSONL_KEYS if record.get(key) is not None), None)
-    if isinstance(record, list) and record:
-        record = record[0]
-    if not isinstance(record, str) or not record.strip():
-        raise ValueError(f"needs a string, or an object with one of {', '.join(JSONL_KEYS)}")
-    return record
-
-
-def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """(name, prompt) from a file: each line of a .jsonl, else the whole text as one. Raises ValueError, OSError."""
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError("not a text in UTF-8") from error
-    if Path(path).suffix.lower() != ".jsonl":
-        found = [(Path(path).name, text)]
-    else:
-        found = []
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                try:
-                    found.append((f"{Path(path).name}:{number}", prompt_of(json.loads(line))))
-                except ValueError as error:
-                    why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                    raise ValueError(f"line {number}: {why}") from error
-    if not any(prompt.strip() for _, prompt in found):
-        raise ValueError("no prompt in it")
-    return found

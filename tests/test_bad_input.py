@@ -111,8 +111,8 @@ def test_a_wrong_option_of_a_script_is_refused_before_loading(main, argv, words,
     [
         ("p.txt", "  \n", ["no prompt in it"]),
         ("p.jsonl", "", ["no prompt in it"]),
-        ("p.jsonl", '"fine"\n{"prompt": 3}\n', ["line 2", "prompt, text, turns"]),
-        ("p.jsonl", '"fine"\n\n{broken\n', ["line 3"]),
+        ("p.jsonl", '"fine"\n{"prompt": 3}\n', ["p.jsonl:2", "prompt, text, question"]),
+        ("p.jsonl", '"fine"\n\n{broken\n', ["p.jsonl:3", "column 2"]),
     ],
 )
 def test_a_prompt_file_that_cannot_be_used_names_the_line(name, text, words, tmp_path, nothing_loads, capfd):
@@ -183,7 +183,7 @@ def shelf(disk):
         ("no tokenizer", []),
         ("nothing at all", []),
         ("broken.gguf", []),
-        ("state space", ["cannot verify blocks"]),
+        ("state space", ["choose"]),
         ("bidirectional", ["cannot verify blocks"]),
         ("not finite", ["not finite", "--dtype"]),
     ],

@@ -14,8 +14,8 @@ import spec_precondition
 import tiny
 from spec_common import UserError, is_out_of_memory, pick_device
 from spec_decode import counts
+from spec_harness.prompts import read_prompts
 from spec_harness.results import ResultFile
-from workloads import read_prompts
 
 
 def refused(main, argv, capfd) -> str:

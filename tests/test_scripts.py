@@ -22,7 +22,7 @@ import tiny
 from spec_common import HERE
 from spec_harness import costs
 from spec_models import embedded
-from workloads import WORKLOADS, prompt_of, read_prompts
+from workloads import WORKLOADS
 
 SCRIPTS = sorted(path for path in Path(HERE).glob("*.py") if "def main(" in path.read_text())
 CHILD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -310,8 +310,8 @@ def test_the_text_can_be_shown_round_by_round(pair, capsys):
 def test_rounds_show_what_was_kept_corrected_and_thrown_away():
     row = {"tokens": [5, 6, 7, 8], "proposals": [[5, 9], [7, 8]], "accepted_lengths": [1, 2], "emitted_lengths": [2, 2]}
     first, second = spec_decode.shown_rounds(tiny.words(), row, colour=False).splitlines()
-    assert first.split(None, 1)[1] == "accepted 'w1'   target 'w2'   discarded 'w5'"
-    assert second.split(None, 1)[1] == "accepted 'w3 w4'"
+    assert first.split(None, 1)[1] == "accepted 'w1'   target ' w2'   discarded ' w5'"
+    assert second.split(None, 1)[1] == "accepted ' w3 w4'"
     assert "\033[32m" in spec_decode.shown_rounds(tiny.words(), row, colour=True)
 
 
@@ -486,22 +486,6 @@ def test_the_embedded_target_can_be_fetched_ahead(monkeypatch, tmp_path, capsys)
 def test_there_are_five_workloads_and_none_ends_in_a_space():
     assert list(WORKLOADS) == ["code", "repetitive", "open prose", "factual list", "structured"]
     assert all(text.strip() and not text.endswith(" ") for text in WORKLOADS.values())
-
-
-@pytest.mark.parametrize("record", ["a", {"prompt": "a"}, {"text": "a"}, {"turns": ["a", "b"]}, {"prompt": ["a"]}])
-def test_a_record_gives_its_prompt(record):
-    assert prompt_of(record) == "a"
-
-
-@pytest.mark.parametrize("record", ["", " ", 3, None, [], {}, {"other": "a"}, {"turns": []}, {"prompt": {"a": 1}}])
-def test_a_record_without_a_prompt_is_refused(record):
-    with pytest.raises(ValueError, match="prompt, text, turns"):
-        prompt_of(record)
-
-
-def test_a_text_file_is_one_prompt_to_the_letter(tmp_path):
-    (tmp_path / "p.txt").write_text("one\n\n two\n")
-    assert read_prompts(tmp_path / "p.txt") == [("p.txt", "one\n\n two\n")]
 
 
 # ------------------------------------------------------------------------------------------- a sweep that is interrupted

@@ -27,8 +27,8 @@ from draft_training.data import Shards, check_folder, reported_runs
 from draft_training.prompts import KINDS, held_out_prompts
 from spec_cli import Help, Parser, at_least, command
 from spec_common import UserError, first_line
+from spec_models.cut import cut_layers
 from spec_models.files import build_draft, read_draft, same_target, save_draft
-from spec_models.pairs import cut_layers
 
 CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
 HELD_OUT_TOKENS = 96  # greedy tokens a held-out prompt

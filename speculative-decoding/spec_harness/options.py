@@ -10,14 +10,15 @@ from typing import NamedTuple
 from spec_cli import at_least, fraction, reachable, set_up
 from spec_common import UserError, dtype_name
 from spec_harness.arms import Task
-from spec_harness.reference import overridden
+from spec_harness.prompts import read_prompts
 from spec_harness.results import ResultFile, environment, settings
 from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
-from spec_models.checks import Loaded, check_room, context_limit, end_ids, prompt_ids
+from spec_models.checkpoint import overridden
+from spec_models.checks import Loaded, check_ids, check_room, context_limit, prompt_ids, stopping_ids
 from spec_models.pairs import PAIRS, PASSES, form, load_pair
-from workloads import DEFAULT_WORKLOAD, WORKLOADS, read_prompts
+from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 
 def add_task_options(parser) -> None:
@@ -42,6 +43,10 @@ def add_draft_options(parser) -> None:
     parser.add_argument(
         "--draft-vocab-text", type=Path, metavar="FILE", help="count those ids in a text; left out: the list that ships"
     )
+    parser.add_argument(
+        "--allow-tokenizer-differences", action="store_true",
+        help="take a draft to which some ids mean other words (the text stays exact, guesses suffer)",
+    )  # fmt: skip
     parser.add_argument(
         "--pass", dest="pass_form", choices=PASSES, default="auto",
         help="of target and draft. fused: Llama's layers with fewer operators; plain: as transformers runs them; auto: fused on a CPU where both can",
@@ -97,7 +102,7 @@ def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WO
     group.add_argument(
         "--prompt-file",
         type=Path,
-        help="a text file (one prompt) or a .jsonl (one a line: a string, or prompt/text/turns)",
+        help="a text (one prompt), or a .jsonl or .json of strings or objects with prompt, text, question, messages, turns",
     )
     parser.add_argument("--limit", type=at_least(1), help="no more than that many prompts of the file")
 
@@ -124,12 +129,7 @@ def chosen_prompts(args) -> list[tuple[str, str]]:
             raise UserError("--prompt: empty; give some text")
         return [("prompt", args.prompt)]
     if args.prompt_file is not None:
-        try:
-            return read_prompts(reachable(args.prompt_file, "--prompt-file"))[: args.limit]
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"--prompt-file {args.prompt_file.name}: {getattr(error, 'strerror', None) or error}"
-            ) from error
+        return read_prompts(reachable(args.prompt_file, "--prompt-file"), args.limit)
     if args.workload == "all":
         return list(WORKLOADS.items())
     return [workload_prompt(args.workload)]
@@ -141,8 +141,10 @@ def make_task(args, target, draft, text: str) -> Task:
     models = [target] if draft is None else [target, draft]
     for model in models:
         check_room(model, prompt.shape[1], args.n_tokens, "--n-tokens")
+    if draft is not None:
+        check_ids(draft, prompt[0].tolist(), target.tokenizer, getattr(args, "allow_tokenizer_differences", False))
     limits = [limit for limit in (context_limit(model.model) for model in models) if limit is not None]
-    ends = end_ids(target.model) if args.stop_at_eos else frozenset()
+    ends = stopping_ids(target) if args.stop_at_eos else frozenset()
     return Task(target.model, prompt, args.n_tokens, args.loop, ends, min(limits, default=None))
 
 
@@ -151,8 +153,12 @@ def prompt_hashes(args, target, drafts: list, prompts: list[tuple[str, str]]) ->
     file's settings, so that no run resumes on another text of the same name. Raises UserError."""
     hashes = {}
     for name, text in prompts:
-        for draft in drafts or [None]:
-            task = make_task(args, target, draft, text)
+        try:
+            for draft in drafts or [None]:
+                task = make_task(args, target, draft, text)
+        except UserError as error:
+            own = getattr(args, "prompt_file", None)
+            raise (UserError(f"--prompt-file {name}: {error}") if own else error) from error
         hashes[name] = hashlib.sha256(str(task.prompt[0].tolist()).encode()).hexdigest()[:16]
     return hashes
 

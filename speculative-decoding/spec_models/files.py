@@ -8,11 +8,13 @@ for any other tool it is unpacked once into a plain folder:
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pathlib
 import shutil
 
+import psutil
 import torch
 import transformers
 from safetensors import safe_open
@@ -120,6 +122,14 @@ def build_draft(path, target):
     return draft.eval()
 
 
+def clear_unfinished(out: pathlib.Path) -> None:
+    """Remove what processes that were killed while they unpacked `out` left behind; one that lives is still at it."""
+    for partial in out.parent.glob(f"{glob.escape(out.name)}.*.part"):
+        number = partial.name.split(".")[-2]
+        if number.isdigit() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
 def unpack_draft(path, target, tokenizer, out_folder, dtype=torch.float32):
     """Expand a draft once into a plain model folder; `target` and `tokenizer` are loaded ones or a folder. Returns the folder."""
     out = pathlib.Path(out_folder)
@@ -129,6 +139,7 @@ def unpack_draft(path, target, tokenizer, out_folder, dtype=torch.float32):
         target = AutoModelForCausalLM.from_pretrained(target)
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    clear_unfinished(out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.part")
     build_draft(path, target).to(dtype).save_pretrained(partial)
     if tokenizer is not None:

@@ -14,10 +14,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
 from spec_cli import reachable
-from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, say
+from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, remark, say
 from spec_models import linear as cpu_linear
+from spec_models.checkpoint import (
+    check_complete,
+    check_config,
+    check_formats,
+    check_generation_config,
+    overridden,
+    stored_config,
+)
 from spec_models.checks import Loaded
-from spec_models.embedded import MANIFEST, ensure_target, load_gguf, sha256
+from spec_models.embedded import MANIFEST, check_gguf, ensure_target, load_gguf, sha256
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -85,18 +93,29 @@ def explain(error: BaseException, name: str, flag: str) -> UserError:
         ("couldn't connect", f"the model hub is out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"),
         ("not a valid JSON", "its config.json cannot be read"),
         ("does not recognize this architecture", "its architecture is not known to this version of transformers"),
+        ("Padding_idx must be within", "its config.json has a pad_token_id outside of its vocab_size"),
     )
-    hint = next((hint for mark, hint in hints if mark in text), first_line(error))
+    hint = next((hint for mark, hint in hints if mark in text), reason(error))
     return UserError(f"{flag} {name}: {hint}")
+
+
+def reason(error: BaseException) -> str:
+    """What an error of a library says: its first line, with the second where the first only announces it."""
+    if isinstance(error, KeyError):
+        return f"its config.json names {error}, which this version of transformers does not know"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300] if len(lines) > 1 and lines[0].endswith(":") else first_line(error)
 
 
 def read_config(where: str, name: str, flag: str, revision: str | None, trust: bool):
     """The config, refused where the class cannot write left to right. Raises UserError."""
     try:
         if where.endswith(".gguf"):
+            check_gguf(Path(where))
             return AutoConfig.from_pretrained(Path(where).parent, gguf_file=Path(where).name)
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
     except Exception as error:  # every loader of transformers raises its own kinds
+        check_config(stored_config(where), name, flag)
         raise explain(error, name, flag) from error
     known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
@@ -104,6 +123,7 @@ def read_config(where: str, name: str, flag: str, revision: str | None, trust: b
     if not known:
         kind = "an encoder-decoder" if config.is_encoder_decoder else f"a '{config.model_type}' model"
         raise UserError(f"{flag} {name}: {kind}, not a causal language model; choose one that writes left to right")
+    check_config(config.get_text_config(decoder=True), name, flag)
     return config
 
 
@@ -168,8 +188,16 @@ def load_random(name: str, flag: str, device: torch.device, dtype: torch.dtype, 
         model = random_model(config, device, dtype, trust)
     except (ValueError, RuntimeError) as error:
         raise explain(error, name, flag) from error
-    about = {"name": name, "weights": "random", "parameters": model.num_parameters()}
-    return Loaded(model.eval(), None, name, flag, {**about, "shared_key_heads": share_key_heads(device)})
+    shown = shown_name(name)
+    about = {"name": shown, "weights": "random", "parameters": model.num_parameters()}
+    return Loaded(model.eval(), None, shown, flag, {**about, "shared_key_heads": share_key_heads(device)})
+
+
+def shown_name(name: str) -> str:
+    """The name for tables and result files: of a folder or file its last part, since no home folder belongs there."""
+    path = Path(name).expanduser()
+    is_path = name != EMBEDDED and (path.is_absolute() or path.exists())
+    return Path(os.path.abspath(path)).name if is_path else name
 
 
 def weights_about(where: str, config) -> dict:
@@ -183,13 +211,26 @@ def weights_about(where: str, config) -> dict:
     }
 
 
-def check_complete(info: dict, name: str, flag: str) -> None:
-    """Refuse a checkpoint that lacks weights: transformers would fill them in at random and go on. Raises UserError."""
-    absent = sorted([*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])])
-    if absent:
+def load_weights(where: str, dtype: torch.dtype, placed: dict, revision: str | None, trust: bool) -> tuple:
+    """(model, what transformers says of its keys). safetensors or GGUF only."""
+    if where.endswith(".gguf"):
+        return load_gguf(Path(where), dtype, **placed)
+    return AutoModelForCausalLM.from_pretrained(
+        where, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
+        revision=revision, trust_remote_code=trust, **placed,
+    )  # fmt: skip
+
+
+def load_tokenizer(where: str, name: str, flag: str, revision: str | None, trust: bool):
+    """The tokenizer that lies with a model. Raises UserError."""
+    try:
+        if where.endswith(".gguf"):
+            return AutoTokenizer.from_pretrained(Path(where).parent, gguf_file=Path(where).name)
+        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust)
+    except Exception as error:  # every kind of tokenizer raises its own
         raise UserError(
-            f"{flag} {name}: the checkpoint is incomplete, {len(absent)} weights are missing or of another shape, the first {absent[0]}"
-        )
+            f"{flag} {name}: its tokenizer cannot be loaded ({first_line(error)}); put its tokenizer.json and tokenizer_config.json beside the weights"
+        ) from error
 
 
 def load(
@@ -198,17 +239,11 @@ def load(
     """Load a model and its tokenizer from a hub id, folder or .gguf file; safetensors only. Raises UserError."""
     where = locate(name, flag)
     config = read_config(where, name, flag, revision, trust)
+    if not where.endswith(".gguf"):
+        check_generation_config(where, name, flag, revision)
     try:
         placed = placement(parameter_bytes(config, dtype, trust), device, name, flag)
-        if where.endswith(".gguf"):
-            model, tokenizer = load_gguf(Path(where), dtype, **placed)
-        else:
-            options = {"revision": revision, "trust_remote_code": trust}
-            model, info = AutoModelForCausalLM.from_pretrained(
-                where, dtype=dtype, use_safetensors=True, output_loading_info=True, **placed, **options
-            )
-            check_complete(info, name, flag)
-            tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        model, info = load_weights(where, dtype, placed, revision, trust)
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -217,25 +252,25 @@ def load(
                 f"{flag} {name}: out of memory while loading; choose a smaller model or --dtype float16"
             ) from error
         raise explain(error, name, flag) from error
-    shown = Path(where).name if Path(where).exists() and name != EMBEDDED else name  # no home folder in a result file
+    check_complete(info, config, name, flag)
+    check_formats(where, config, name, flag)
+    tokenizer = load_tokenizer(where, name, flag, revision, trust)
+    shown, asked = shown_name(name), overridden(model)
     damaged = cpu_linear.first_not_finite(model)
     if damaged is not None:
         raise UserError(
             f"{flag} {shown}: {damaged} holds values that are not finite in {dtype_name(dtype)}; the checkpoint is damaged "
             "(fetch it anew) or needs another --dtype"
         )
-    return Loaded(
-        model.eval(),
-        tokenizer,
-        shown,
-        flag,
-        {
-            "name": shown,
-            **weights_about(where, config),
-            "parameters": model.num_parameters(),
-            "shared_key_heads": share_key_heads(device),
-        },
-    )
+    if asked:
+        names = ", ".join(f"{key} = {value}" for key, value in asked.items())
+        remark(
+            f"{flag} {shown}: its generation config asks for {names}; left out, every token is the most likely one or "
+            "drawn as the script says"
+        )
+    about = {"name": shown, **weights_about(where, config), "parameters": model.num_parameters()}
+    about |= {"shared_key_heads": share_key_heads(device), "generation_config_overridden": asked}
+    return Loaded(model.eval(), tokenizer, shown, flag, about)
 
 
 def linear_kind(args, device: torch.device, dtype: torch.dtype) -> str:

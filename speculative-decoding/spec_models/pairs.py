@@ -7,19 +7,18 @@ target and drafts, transformers' own code or fused: costs of two forms say nothi
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers.initialization import no_init_weights
 
 from spec_common import HERE, UserError, dtype_name, first_line
 from spec_models import fused
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks, check_same_tokenizer
+from spec_models.cut import cut_model
 from spec_models.embedded import sha256
 from spec_models.files import belongs_to, build_draft
 from spec_models.load import EMBEDDED, linear_kind, load, pack_linear
@@ -41,35 +40,13 @@ PASSES = ("auto", "fused", "plain")
 # ------------------------------------------------------------------------------------------------------------ by name
 
 
-def cut_layers(model, wanted: list[int]):
-    """A model of the `wanted` layers of `model`, in that order, sharing its tensors."""
-    config = copy.deepcopy(model.config)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in wanted]
-    config.num_hidden_layers = len(wanted)
-    place = {layer: [new for new, old in enumerate(wanted) if old == layer] for layer in wanted}
-    state = {}
-    for key, value in model.state_dict().items():
-        layer = re.search(r"(?<=\.)\d+(?=\.)", key)
-        for new in place.get(int(layer[0]), []) if layer else [None]:
-            state[key if new is None else f"{key[: layer.start()]}{new}{key[layer.end() :]}"] = value
-    with no_init_weights(), torch.device(model.device):
-        draft = type(model)(config).to(model.dtype)
-    draft.load_state_dict(state, assign=True)
-    draft.tie_weights()
-    return draft
-
-
 def cut_draft(target: Loaded, name: str) -> Loaded:
     """A draft made of some of the target's own layers, e.g. `cut:0,1,23`; embedding, last norm and head are shared."""
     match = re.fullmatch(r"cut:(\d+(?:,\d+)*)", name)
     if not match:
         raise UserError(f"--draft {name}: write cut: and layer numbers, e.g. cut:0,1,23")
     wanted = [int(number) for number in match[1].split(",")]
-    layers = target.model.config.num_hidden_layers
-    if max(wanted) >= layers:
-        raise UserError(f"--draft {name}: the target has layers 0 to {layers - 1}")
-    return own_draft(target, cut_layers(target.model, wanted), name, {"cut_from": target.about})
+    return own_draft(target, cut_model(target, wanted, name), name, {"cut_from": target.about})
 
 
 def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
@@ -81,7 +58,7 @@ def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
     )
 
 
-def shipped_draft(target: Loaded, name: str) -> Loaded:
+def shipped_draft(target: Loaded, name: str, allow: bool = False) -> Loaded:
     """A draft that the repository ships. On the target that it was trained for it shares the embedding and head; a larger
     model of that family has its tokenizer, and gets the draft with the embedding it was trained with. Raises UserError."""
     about = {"sha256": sha256(SHIPPED_DRAFTS[name]), "draft_vocab": SHIPPED_HEAD}
@@ -96,24 +73,25 @@ def shipped_draft(target: Loaded, name: str) -> Loaded:
     loaded = Loaded(
         draft, origin.tokenizer, name, "--draft", {"name": name, **about, "parameters": draft.num_parameters()}
     )
-    check_same_tokenizer(target, loaded)
+    check_same_tokenizer(target, loaded, allow)
     return loaded
 
 
 def load_draft(
-    target: Loaded, name: str, device, dtype, revision: str | None, trust: bool, same: bool = False
+    target: Loaded, name: str, device, dtype, revision: str | None, trust: bool, same: bool = False, allow: bool = False
 ) -> Loaded:
-    """A draft for that target, by name; `same`: the target itself. Raises UserError where they share no tokenizer."""
+    """A draft for that target, by name; `same`: the target itself; `allow`: whatever its tokenizer. Raises UserError where
+    they share none."""
     if same:
         return Loaded(target.model, target.tokenizer, target.name, "--draft", dict(target.about))
     if name.startswith("cut:"):
         return cut_draft(target, name)
     if name in SHIPPED_DRAFTS:
-        return shipped_draft(target, name)
+        return shipped_draft(target, name, allow)
     if re.fullmatch(r"draft-\w+", name) and not Path(name).exists():
         raise UserError(f"--draft {name}: no such draft; the repository ships {', '.join(SHIPPED_DRAFTS) or 'none'}")
     draft = load(name, "--draft", device, dtype, revision, trust)
-    check_same_tokenizer(target, draft)
+    check_same_tokenizer(target, draft, allow)
     return draft
 
 
@@ -220,7 +198,8 @@ def load_pair(
     loaded = []
     for name in drafts:
         same = (name, revision) == (args.target, args.revision)
-        draft = load_draft(target, name, device, dtype, revision, args.trust_remote_code, same=same)
+        allow = getattr(args, "allow_tokenizer_differences", False)
+        draft = load_draft(target, name, device, dtype, revision, args.trust_remote_code, same, allow)
         loaded += versions(args, target, draft, heads or [args.draft_vocab])
     for place, draft in enumerate(loaded):  # rows are found by the name, so two folders of one name need two
         if any(draft.name == other.name for other in loaded[:place]):

@@ -100,6 +100,8 @@ def cut_head(model, ids: list[int], size: int, vocabulary: int) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UserError("--draft-vocab: this draft's head is no linear layer and cannot be cut; leave the option out")
+    if head.weight.is_meta:
+        raise UserError("--draft-vocab: this draft's head is not in memory and cannot be cut; choose a smaller model")
     limit = min(vocabulary, head.out_features)
     kept = sorted([token for token in ids if token < limit][:size])
     model.set_output_embeddings(CutHead(head, torch.tensor(kept, device=head.weight.device)))

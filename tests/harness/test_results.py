@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -278,6 +279,36 @@ def test_no_folder_of_this_machine_is_in_the_file(monkeypatch):
     )
     assert str(Path.home()) not in json.dumps(settings(args))
     assert {"target": "mine", "prompt_file": "mine", "k": 5}.items() <= settings(args).items()
+
+
+def test_folders_above_and_at_home_are_no_names_either():
+    args = types.SimpleNamespace(target="../mine", draft="~/models/small", prompt="~ is a tilde", k=5)
+    assert settings(args) == {"target": "mine", "draft": "small", "prompt": "~ is a tilde", "k": 5}
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_the_commit_is_that_of_the_repository_that_tracks_the_code(tracked, tmp_path, monkeypatch):
+    """A copy that lies ignored inside another repository has no commit: it is not that repository's."""
+    inside = tmp_path / "copy"
+    inside.mkdir()
+    (inside / "spec_common.py").write_text("")
+    (tmp_path / ".gitignore").write_text("" if tracked else "copy/\n")
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(result_files, "HERE", inside)
+    where = environment(torch.device("cpu"), torch.float32)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    assert (where["git_commit"], where["git_dirty"]) == ((commit, False) if tracked else (None, None))
+
+
+def test_what_killed_runs_left_half_written_is_cleared_by_the_next(results):
+    """Of this file alone: another file's may be in the making."""
+    mine, other = results.with_name(f".{results.name}.41.part"), results.with_name(".another.json.41.part")
+    for half in (mine, other):
+        half.write_text('{"rows": [')
+    open_file(results)
+    assert (mine.exists(), other.exists()) == (False, True)
 
 
 def test_the_environment_names_the_machine_and_no_person():

@@ -511,7 +511,7 @@ def test_prompts_of_a_file_are_the_rows_in_order_and_end_tokens_end_them(target_
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(json.dumps(" ".join(f"w{i * j % 60}" for i in range(1, 4 + j))) for j in (1, 2, 3)))
     ends = frozenset(tiny.greedy(tiny.llama(), [4 + i for i in range(1, 5)], 20)[3:4])
-    monkeypatch.setattr("spec_harness.options.end_ids", lambda model: ends)
+    monkeypatch.setattr("spec_harness.options.stopping_ids", lambda target: ends)
     options = [
         "--device",
         "cpu",

@@ -623,7 +623,7 @@ def test_the_script_measures_every_temperature_and_writes_what_it_drew(sampling,
     assert len({tuple(row["tokens"]) for row in rows if row["temperature"] == 1}) == 3
     assert [row["texts"] for row in summary] == [1, 3, 3] and all(row["within"] for row in summary)
     said = capsys.readouterr().out
-    assert "| overlap |" in said and "| alpha may be" in said
+    assert " overlap |" in said and " alpha may be |" in said
     assert "Guesses are accepted as often as the laws overlap" in said
 
 

@@ -1,6 +1,9 @@
 """The draft file: small, exact where it says so, and a plain folder once unpacked."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -84,6 +87,16 @@ def test_unpacking_twice_keeps_the_first_folder(saved, target, tmp_path):
     assert unpack_draft(saved[1], target, None, tmp_path / "plain") == folder
     assert (folder / "config.json").stat().st_mtime_ns == before
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_unpacking_clears_what_killed_processes_left_and_nothing_of_living_ones(saved, target, tmp_path):
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    dead, alive = (tmp_path / f"plain.{number}.part" for number in (killed.pid, os.getppid()))
+    for folder in (dead, alive):
+        folder.mkdir()
+    unpack_draft(saved[1], target, None, tmp_path / "plain")
+    assert (dead.exists(), alive.exists()) == (False, True)
 
 
 def test_another_target_is_refused(saved):

@@ -246,7 +246,7 @@ def test_a_chat_template_brings_its_own_special_tokens():
 def test_end_ids_are_the_generation_configs(given, expected):
     model = tiny.llama()
     model.generation_config.eos_token_id = given
-    assert end_ids(model) == frozenset(expected)
+    assert end_ids(loaded(model)) == frozenset(expected)
 
 
 # ------------------------------------------------------------------------------------------------------ device, placement

@@ -26,10 +26,11 @@ from spec_harness.reference import reference_arms
 from spec_loop import LOOPS
 from spec_models import vocab
 from spec_models.checks import Loaded
+from spec_models.cut import cut_layers
 from spec_models.files import build_draft, save_draft
 from spec_models.fused import FusedLlama
 from spec_models.linear import twin as twin_of
-from spec_models.pairs import cut_draft, cut_layers, in_form, run_fused, set_passes, with_cut_head
+from spec_models.pairs import cut_draft, in_form, run_fused, set_passes, with_cut_head
 from spec_models.vocab import CutHead, count_text, cut_head, frequent_ids
 
 TARGET = tiny.llama()
