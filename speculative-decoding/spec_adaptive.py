@@ -14,10 +14,11 @@ import functools
 import statistics
 from dataclasses import dataclass
 
+from spec_common import FEWEST_PAIRS, interleave, judge_speed, paired_ratio, say
+
 import torch
 
 from spec_cli import at_least, command, fraction, make_parser, whole_list
-from spec_common import FEWEST_PAIRS, interleave, judge_speed, paired_ratio, say
 from spec_decode import check_exact, counts
 from spec_harness.arms import Method, Run, Task, draft_model, run_baseline, run_speculative
 from spec_harness.cells import accounted, find_or_measure, speedups, where_time_went

@@ -15,8 +15,9 @@ import re
 import statistics
 from itertools import count, islice
 
-from spec_cli import at_least, command, make_parser, whole_list
 from spec_common import UserError, interleave, is_out_of_memory, judge_speed, say
+
+from spec_cli import at_least, command, make_parser, whole_list
 from spec_decode import Mismatch, check_exact, counts
 from spec_harness.arms import Task, run_baseline
 from spec_harness.batches import (

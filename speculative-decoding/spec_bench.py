@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import statistics
 
-from spec_cli import command, make_parser, whole_list
 from spec_common import interval_text, judge_speed
+
+from spec_cli import command, make_parser, whole_list
 from spec_decode import measure
 from spec_harness.arms import draft_model
 from spec_harness.cells import find_or_measure, pooled

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from spec_common import DTYPES, FEWEST_PAIRS, HERE, LONGEST_ERROR, ClaimFailed, UserError, pick_device, pick_dtype
+
+import torch
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:

@@ -16,10 +16,11 @@ import functools
 import statistics
 import sys
 
+from spec_common import ClaimFailed, UserError, dtype_name, interleave, interval_text, judge_speed, paired_ratio, say
+
 import torch
 
 from spec_cli import at_least, command, make_parser
-from spec_common import ClaimFailed, UserError, dtype_name, interleave, interval_text, judge_speed, paired_ratio, say
 from spec_harness.arms import Method, Task, draft_model, run_baseline, run_speculative
 from spec_harness.cells import accounted, closed_form, find_or_measure, ratio, timing, where_time_went
 from spec_harness.costs import costs_at, measure_costs

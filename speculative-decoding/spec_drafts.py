@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import statistics
 
-from spec_cli import at_least, command, make_parser
 from spec_common import UserError, interleave, judge_speed
+
+from spec_cli import at_least, command, make_parser
 from spec_decode import check_exact, counts
 from spec_harness.arms import draft_model, run_baseline, run_speculative
 from spec_harness.cells import accounted, find_or_measure, pooled, timing, where_time_went

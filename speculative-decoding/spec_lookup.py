@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import statistics
 
-from spec_cli import at_least, command, make_parser
 from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interval_text, judge_speed, say
+
+from spec_cli import at_least, command, make_parser
 from spec_decode import measure
 from spec_harness.arms import Method, Task, draft_model, run_speculative
 from spec_harness.cells import find_or_measure, pooled, ratio

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from spec_common import UserError, dtype_name, unwatched
+
 import torch
 from transformers import DynamicCache
-
-from spec_common import UserError, dtype_name, unwatched
 
 LOOPS = ("lean", "essay")
 

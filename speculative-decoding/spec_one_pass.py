@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import inspect
 
+from spec_common import UserError, dtype_name
+
 import torch
 
 from spec_cli import at_least, command, make_parser
-from spec_common import UserError, dtype_name
 from spec_harness.options import open_run
 from spec_harness.tables import markdown_table
 from spec_models import linear as cpu_linear

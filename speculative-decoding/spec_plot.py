@@ -13,8 +13,9 @@ import json
 import statistics
 from pathlib import Path
 
-from spec_cli import Help, Parser, command, reachable
 from spec_common import HERE, UserError, say
+
+from spec_cli import Help, Parser, command, reachable
 
 THEMES = {
     "light": {

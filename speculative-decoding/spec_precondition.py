@@ -14,8 +14,9 @@ import json
 import statistics
 from pathlib import Path
 
-from spec_cli import at_least, command, fraction, make_parser, reachable, whole_list
 from spec_common import UserError, interval_text, paired_ratio, say
+
+from spec_cli import at_least, command, fraction, make_parser, reachable, whole_list
 from spec_harness import variants
 from spec_harness.costs import (
     DRAFT_PASSES,

@@ -12,12 +12,13 @@ import json
 import re
 import statistics
 
+from spec_common import HERE, UserError
+
 from spec_adaptive import by_text
 from spec_adaptive import table as adaptive_table
 from spec_batch import tables as batch_tables
 from spec_bench import USUAL_K, sweep_table, workload_table
 from spec_cli import Help, Parser, command
-from spec_common import HERE, UserError
 from spec_decode import against_transformers
 from spec_drafts import table as draft_table
 from spec_drafts import verdict as draft_verdict

@@ -16,8 +16,9 @@ import functools
 import math
 import statistics
 
-from spec_cli import at_least, command, make_parser
 from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interleave, judge_speed
+
+from spec_cli import at_least, command, make_parser
 from spec_decode import check_exact, counts
 from spec_harness.arms import Method, Task, draft_model, run_baseline, run_speculative
 from spec_harness.cells import find_or_measure, ratio, speedups, timing

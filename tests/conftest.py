@@ -6,12 +6,13 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import reads it: no test may wait for a network
 
+from spec_common import remark
+
 import hypothesis
 import pytest
 import torch
 
 import tiny
-from spec_common import remark
 from spec_models import embedded
 
 torch.set_num_threads(1)

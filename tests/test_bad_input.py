@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+from spec_common import HERE
+
 import pytest
 import torch
 import transformers as T
@@ -17,7 +19,6 @@ import spec_drafts
 import spec_one_pass
 import spec_precondition
 import tiny
-from spec_common import HERE
 from spec_models import linear
 from spec_models import load as loading
 from workloads import WORKLOADS

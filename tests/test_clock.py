@@ -8,11 +8,7 @@ import re
 import types
 from pathlib import Path
 
-import pytest
-import torch
-
 import spec_common
-import tiny
 from spec_common import (
     HERE,
     Timed,
@@ -27,6 +23,11 @@ from spec_common import (
     timed,
     turn_order,
 )
+
+import pytest
+import torch
+
+import tiny
 from spec_decode import measure
 from spec_harness import tables
 from spec_harness.arms import Run, run_baseline, run_speculative

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 
+from spec_common import UserError, is_out_of_memory, pick_device
+
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -12,7 +14,6 @@ import spec_decode
 import spec_drafts
 import spec_precondition
 import tiny
-from spec_common import UserError, is_out_of_memory, pick_device
 from spec_decode import counts
 from spec_harness.prompts import read_prompts
 from spec_harness.results import ResultFile

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from spec_common import HERE
+
 import pytest
 
 import spec_bench
@@ -19,7 +21,6 @@ import spec_one_pass
 import spec_plot
 import spec_precondition
 import tiny
-from spec_common import HERE
 from spec_harness import costs
 from spec_models import embedded
 from workloads import WORKLOADS

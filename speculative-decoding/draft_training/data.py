@@ -13,6 +13,8 @@ import random
 import sys
 import time
 
+from spec_common import UserError
+
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -20,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_training.prompts import HELD_OUT, KINDS, SHORTEST, training_prompts
 from spec_cli import Help, Parser, at_least, command
-from spec_common import UserError
 from workloads import WORKLOADS
 
 RUN = 12  # ids in a row that a training row may not share with a reported prompt: about eight words

@@ -18,6 +18,8 @@ import signal
 import sys
 import time
 
+from spec_common import UserError, first_line
+
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
@@ -26,7 +28,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_training.data import Shards, check_folder, reported_runs
 from draft_training.prompts import KINDS, held_out_prompts
 from spec_cli import Help, Parser, at_least, command
-from spec_common import UserError, first_line
 from spec_models.cut import cut_layers
 from spec_models.files import build_draft, read_draft, same_target, save_draft
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from spec_common import Watch, timed, unwatched
+
 import torch
 
-from spec_common import Watch, timed, unwatched
 from spec_loop import Decoded, Greedy, ModelDrafter, baseline, prefill, speculate
 from spec_methods.policy import FixedK
 from spec_models.checks import vocabulary_rows

@@ -11,10 +11,11 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spec_common import Timed, Watch, interleave, paired_ratio, timed, unwatched
+
 import psutil
 import torch
 
-from spec_common import Timed, Watch, interleave, paired_ratio, timed, unwatched
 from spec_harness.arms import Task
 from spec_harness.costs import COST_REPEATS, COST_WARMUP, random_ids
 from spec_harness.reference import generated_rows

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 
 from spec_common import ClaimFailed, UserError, first_line, is_out_of_memory, paired_ratio
+
 from spec_harness.arms import Method, Run, Task
 from spec_harness.theory import cost_speedup, leviathan_speedup, measured_v
 from spec_methods.policy import FixedK

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import statistics
 
+from spec_common import Timed, UserError, interleave, is_out_of_memory, paired_ratio, timed
+
 import torch
 
-from spec_common import Timed, UserError, interleave, is_out_of_memory, paired_ratio, timed
 from spec_loop import forward, keep_slots, new_cache
 from spec_models import linear as cpu_linear
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from spec_common import HERE
+
 from spec_harness.tables import fixed, percent
 
 FIGURES = json.loads((HERE / "spec_harness" / "essay_figures.json").read_text(encoding="utf-8"))

@@ -7,8 +7,9 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from spec_cli import at_least, fraction, reachable, set_up
 from spec_common import UserError, dtype_name
+
+from spec_cli import at_least, fraction, reachable, set_up
 from spec_harness.arms import Task
 from spec_harness.prompts import read_prompts
 from spec_harness.results import ResultFile, environment, settings

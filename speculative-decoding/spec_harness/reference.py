@@ -11,11 +11,12 @@ import copy
 from dataclasses import replace
 from typing import NamedTuple
 
+from spec_common import ClaimFailed, first_line, say, timed
+
 import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from spec_common import ClaimFailed, first_line, say, timed
 from spec_harness.arms import Run, Task, draft_model, run_baseline, run_speculative
 from spec_loop import Decoded, Round, cut_block
 from spec_models.checks import Loaded

@@ -14,12 +14,13 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from spec_common import HERE, UserError, device_name, dtype_name, say
+
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
 from spec_cli import replaceable
-from spec_common import HERE, UserError, device_name, dtype_name, say
 
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")

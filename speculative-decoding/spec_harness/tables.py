@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from spec_common import FEWEST_PAIRS, interval_text, judge_speed
+
 from spec_models.pieces import next_piece, pieces
 
 

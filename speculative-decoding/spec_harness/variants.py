@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
+from spec_common import UserError, interleave, paired_ratio
+
 import torch
 
-from spec_common import UserError, interleave, paired_ratio
 from spec_harness.costs import timed_pass, warm_cache
 from spec_harness.tables import fixed, markdown_table
 from spec_models.checks import Loaded

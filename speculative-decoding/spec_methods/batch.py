@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
+from spec_common import unwatched
+
 import torch
 
-from spec_common import unwatched
 from spec_loop import (
     Budget,
     Decoded,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 
+from spec_common import UserError, is_out_of_memory
+
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from spec_common import UserError, is_out_of_memory
 from spec_loop import Pass, forward
 from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, vocabulary_rows
 

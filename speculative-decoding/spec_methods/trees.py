@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from spec_common import UserError, is_out_of_memory
+
 import torch
 
-from spec_common import UserError, is_out_of_memory
 from spec_loop import Budget, ModelDrafter, Proposal, State, forward, keep_slots, new_cache
 from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, vocabulary_rows
 

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+from spec_common import UserError
+
 from safetensors import safe_open
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
-
-from spec_common import UserError
 
 # Keys of a checkpoint that no model needs: buffers that old versions stored, heads that predict several tokens at once.
 HARMLESS_KEYS = re.compile(r"rotary_emb\.inv_freq$|(attn|attention)\.(masked_)?bias$|position_ids$|^(model\.)?mtp\.")

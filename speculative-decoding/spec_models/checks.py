@@ -6,9 +6,10 @@ import re
 import unicodedata
 from dataclasses import dataclass, field
 
+from spec_common import UserError, dtype_name, first_line, is_out_of_memory, remark
+
 import torch
 
-from spec_common import UserError, dtype_name, first_line, is_out_of_memory, remark
 from spec_loop import forward, keep_slots, new_cache
 
 # A block of tokens on a warm cache must give the logits of one pass over everything, to within rounding: this share of

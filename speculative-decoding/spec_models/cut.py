@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 
+from spec_common import UserError, first_line, is_out_of_memory
+
 import torch
 from torch import nn
 
-from spec_common import UserError, first_line, is_out_of_memory
 from spec_models.checks import Loaded, context_limit, vocabulary_rows
 
 # What a kept layer adds must be what it added in the target: the same work on the same numbers, so all but equal.

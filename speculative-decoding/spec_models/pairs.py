@@ -12,9 +12,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from spec_common import HERE, UserError, dtype_name, first_line
+
 import torch
 
-from spec_common import HERE, UserError, dtype_name, first_line
 from spec_models import fused
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks, check_same_tokenizer

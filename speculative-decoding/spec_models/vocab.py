@@ -16,13 +16,14 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from spec_common import HERE, UserError
+
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer
 
 from spec_cli import Help, Parser, command, reachable
-from spec_common import HERE, UserError
 
 SHIPPED_LIST = HERE / "drafts" / "frequent_ids.json"
 BYTES_AT_A_TIME = 1 << 20  # of a text: tokenizers slow down on one very long string

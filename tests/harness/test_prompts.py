@@ -6,11 +6,12 @@ import gzip
 import json
 import time
 
+from spec_common import UserError
+
 import pytest
 
 import spec_decode
 import tiny
-from spec_common import UserError
 from spec_harness.prompts import prompt_of, read_prompts
 
 

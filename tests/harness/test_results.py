@@ -9,12 +9,13 @@ import sys
 import types
 from pathlib import Path
 
+from spec_common import UserError
+
 import numpy as np
 import pytest
 import torch
 
 from spec_cli import command
-from spec_common import UserError
 from spec_harness import results as result_files
 from spec_harness.results import SCHEMA_VERSION, ResultFile, environment, plain, settings, shown_command, write_json
 

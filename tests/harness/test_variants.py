@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+from spec_common import UserError
+
 import pytest
 import torch
 
 import spec_precondition
 import tiny
-from spec_common import UserError
 from spec_harness import variants
 from spec_harness.costs import affordable_side
 from spec_harness.results import lasting

@@ -7,6 +7,8 @@ import copy
 import json
 import statistics
 
+from spec_common import UserError, Watch
+
 import pytest
 import torch
 import transformers as T
@@ -15,7 +17,6 @@ from hypothesis import strategies as st
 
 import spec_batch
 import tiny
-from spec_common import UserError, Watch
 from spec_decode import Mismatch, counts
 from spec_harness.arms import Method, run_speculative
 from spec_harness.batches import BatchRun, Requests, all_rows, predicted_speedup, run_batches, seconds_by_rows

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from spec_common import UserError
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,6 @@ from hypothesis import strategies as st
 
 import tiny
 from enumerate_law import Table, law_of, total_variation, true_law
-from spec_common import UserError
 from spec_harness.arms import Method, run_speculative
 from spec_loop import Budget, Greedy, ModelDrafter, Pass, forward, keep_slots, new_cache, prefill
 from spec_methods import trees

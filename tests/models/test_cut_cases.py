@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 
+from spec_common import UserError
+
 import pytest
 import torch
 import transformers as T
 from torch import nn
 
 import tiny
-from spec_common import UserError
 from spec_models.checks import Loaded, check_blocks
 from spec_models.cut import language_layers
 from spec_models.pairs import cut_draft, with_cut_head

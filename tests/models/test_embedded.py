@@ -6,11 +6,12 @@ import json
 import zipfile
 from pathlib import Path
 
+from spec_common import UserError
+
 import pytest
 import torch
 
 import tiny
-from spec_common import UserError
 from spec_harness.reference import generated
 from spec_models import embedded
 from spec_models import linear as cpu_linear

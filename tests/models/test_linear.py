@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 
+from spec_common import UserError
+
 import pytest
 import torch
 import transformers as T
@@ -13,7 +15,6 @@ from torch import nn
 
 import spec_decode
 import tiny
-from spec_common import UserError
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks
 from spec_models.linear import (

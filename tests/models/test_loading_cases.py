@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 
+from spec_common import UserError
+
 import pytest
 import torch
 import transformers as T
 from safetensors.torch import load_file, save_file
 
 import tiny
-from spec_common import UserError
 from spec_models import load as loading
 from spec_models.load import load, load_random
 

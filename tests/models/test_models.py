@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import types
 
+from spec_common import UserError, pick_device, pick_dtype
+
 import pytest
 import torch
 import transformers as T
 
 import tiny
-from spec_common import UserError, pick_device, pick_dtype
 from spec_models import load as loading
 from spec_models.checks import (
     Loaded,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from spec_common import UserError
+
 import pytest
 import torch
 import transformers as T
 from test_models import UNFIT
 
 import tiny
-from spec_common import UserError
 from spec_models.checks import Loaded, check_blocks, check_room, context_limit
 
 QWEN_NEXT = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

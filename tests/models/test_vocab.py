@@ -7,6 +7,8 @@ import copy
 import json
 from pathlib import Path
 
+from spec_common import UserError
+
 import pytest
 import torch
 import transformers as T
@@ -21,7 +23,6 @@ import tiny
 from draft_training.data import shard_of
 from draft_training.prompts import OPENINGS, SHORTEST, as_ids
 from draft_training.train import grow, trainable
-from spec_common import UserError
 from spec_harness.reference import reference_arms
 from spec_loop import LOOPS
 from spec_models import vocab

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 
+from spec_common import UserError, remark
+
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -12,7 +14,6 @@ from tokenizers.processors import TemplateProcessing
 import spec_decode
 import spec_precondition
 import tiny
-from spec_common import UserError, remark
 from spec_models import checks
 from spec_models.checks import Loaded, check_same_tokenizer, prompt_ids
 
