@@ -21,7 +21,14 @@ from spec_harness.arms import draft_model
 from spec_harness.cells import find_or_measure, pooled
 from spec_harness.costs import costs_at, measure_costs
 from spec_harness.essay import essay_sweep, essay_workload, is_essay_pair
-from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
+from spec_harness.options import (
+    add_prompt_options,
+    add_task_options,
+    chosen_prompts,
+    make_task,
+    open_run,
+    workload_prompt,
+)
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
 from spec_harness.theory import best_k, ceiling, measured_v
@@ -156,7 +163,7 @@ def texts_of(args) -> tuple[tuple[str, str], list[tuple[str, str]]]:
     """(name, text) of the k sweep, and those of the workload sweep. Prompts of one's own serve both. Raises UserError."""
     own = args.prompt is not None or args.prompt_file is not None
     chosen = chosen_prompts(args)
-    return chosen[0], chosen if own else [(name, WORKLOADS[name]) for name in dict.fromkeys(args.workloads)]
+    return chosen[0], chosen if own else [workload_prompt(name, "--workloads") for name in dict.fromkeys(args.workloads)]
 
 
 def parse_args(argv):
@@ -164,7 +171,7 @@ def parse_args(argv):
     add_task_options(parser)
     add_prompt_options(parser)
     parser.add_argument("--ks", type=whole_list(1, 1024), default=list(KS), help="the k sweep, e.g. 1,2,4,8")
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), metavar="NAME", help="the texts of the workload sweep")  # fmt: skip
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), metavar="NAME", help="the texts of the workload sweep")  # fmt: skip
     return parser.parse_args(argv)
 
 

@@ -19,6 +19,7 @@ import spec_drafts
 import spec_one_pass
 import spec_precondition
 import tiny
+from spec_harness import options
 from spec_models import linear
 from spec_models import load as loading
 from workloads import WORKLOADS
@@ -48,7 +49,7 @@ def says(line: str, *words: str) -> None:
 
 @pytest.fixture
 def nothing_loads(monkeypatch):
-    for module in (spec_decode, spec_bench, spec_drafts):
+    for module in (options, spec_drafts):
         monkeypatch.setattr(module, "load_pair", lambda *a, **b: pytest.fail("models were loaded first"))
     for module in (spec_one_pass, spec_precondition):
         monkeypatch.setattr(module, "load", lambda *a, **b: pytest.fail("a model was loaded first"))
@@ -100,7 +101,7 @@ def test_a_wrong_shared_option_is_refused_by_every_script(main, argv, words, not
         (spec_one_pass.main, ["--truncate", "0"], ["--truncate", "1 or more"]),
         (spec_precondition.main, ["--tokens", "0,4"], ["--tokens", "1 or more"]),
         (spec_precondition.main, ["--context", "0"], ["--context", "1 or more"]),
-        (spec_precondition.main, ["--acceptance", "72"], ["--acceptance", "from 0 to 1"]),
+        (spec_precondition.main, ["--alpha", "72"], ["--alpha", "from 0 to 1"]),
     ],
 )
 def test_a_wrong_option_of_a_script_is_refused_before_loading(main, argv, words, nothing_loads, capfd):
@@ -309,7 +310,8 @@ def test_logits_that_turn_nan_midway_end_the_run_and_no_speedup_is_written(pair,
     says(said.strip().splitlines()[-1], "error:", "logits are not finite in float32", "--dtype")
     document = json.loads(results.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert document["status"] == "failed"
-    assert all(row.get("speedup") is None and row["error"] for row in document["rows"])
+    rows = [row for row in document["rows"] if row["part"] == "decode"]
+    assert rows and all(row.get("speedup") is None and row["error"] for row in rows)
 
 
 def test_results_that_cannot_be_written_are_refused_by_name(pair, tmp_path, capfd):
@@ -326,15 +328,15 @@ def test_resuming_with_other_settings_names_the_setting(pair, capfd):
 
 
 def test_memory_that_runs_out_in_one_cell_is_recorded_and_the_sweep_goes_on(pair, results, capfd, monkeypatch):
-    compare = sys.modules["spec_harness.cells"].compare
+    measure = spec_bench.measure
 
-    def full_at_two(task, *args, **options):
-        if task.k == 2:
+    def full_at_two(task, method, *args):
+        if method.k == 2:
             raise torch.OutOfMemoryError("out of memory: tried to allocate 2 GiB")
-        return compare(task, *args, **options)
+        return measure(task, method, *args)
 
-    monkeypatch.setattr("spec_harness.cells.compare", full_at_two)
-    assert spec_bench.main([*pair, "--ks", "1,2,3", "--workloads", "code"]) == 0
+    monkeypatch.setattr(spec_bench, "measure", full_at_two)
+    assert spec_bench.main([*pair, "--ks", "1,2,3", "--workloads", "code"]) == 1, "a cell that failed is no success"
     rows = {row["k"]: row for row in json.loads(results.read_text())["rows"] if row["part"] == "k"}
     assert sorted(rows) == [1, 2, 3]
     assert rows[2]["speedup"] is None and "out of memory" in rows[2]["error"]

@@ -14,6 +14,7 @@ import transformers as T
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spec_harness.arms import Method, Task, draft_model, run_baseline, run_speculative
+from spec_loop import forward
 
 BASE = {
     "vocab_size": 64,
@@ -126,6 +127,11 @@ def method(task: Task, draft, k: int = 3, rule=None, policy=None, drafter=None) 
     """The draft model's, or with another of its three parts."""
     plain = draft_model(task, draft, k, rule)
     return Method(drafter or plain.drafter, policy or plain.policy, plain.rule)
+
+
+def fed(model, ids, cache, rows: int = 1) -> torch.Tensor:
+    """Feed what of `ids` (1, n) the cache lacks. Returns the last `rows` rows of logits."""
+    return forward(model, ids[:, cache.get_seq_length() :], cache, rows).logits
 
 
 def turns(repeats: int, warmup: int = 0, **options):

@@ -117,9 +117,9 @@ def fill_pair(args) -> None:
         args.draft = draft
 
 
-def workload_prompt(name: str) -> tuple[str, str]:
+def workload_prompt(name: str, flag: str = "--workload") -> tuple[str, str]:
     if name not in WORKLOADS:
-        raise UserError(f"--workload {name}: unknown; choose {', '.join(WORKLOADS)}")
+        raise UserError(f"{flag} {name}: unknown; choose {', '.join(WORKLOADS)}")
     return name, WORKLOADS[name]
 
 

@@ -110,6 +110,17 @@ def read_prompts(model, ids: torch.Tensor, lengths: list[int], room: int) -> Row
 
 # -------------------------------------------------------------------------------------------------------------- checks
 
+OWN_REACH = ("attention_chunk_size", "window_size")  # what configs call a reach that no mask of ours knows
+KNOWN_KINDS = {"full_attention", "sliding_attention", "global"}
+
+
+def has_own_reach(model) -> bool:
+    """Whether some layers look back in chunks, or in windows that they count themselves: a try of a few tokens, shorter
+    than those, would not see it."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ["unknown"]
+    return not KNOWN_KINDS.issuperset(kinds) and any(getattr(config, name, None) for name in OWN_REACH)
+
 
 @torch.inference_mode()
 def ragged_error(model) -> float:
@@ -139,6 +150,8 @@ def check_rows(loaded: Loaded) -> None:
         f"{loaded.flag} {loaded.name}: rows of different lengths do not give what each gives alone, so this architecture cannot "
         "serve a batch here; choose a Llama or Qwen2, or use spec_decode.py"
     )
+    if has_own_reach(loaded.model):
+        raise refusal
     try:
         error = ragged_error(loaded.model)
     except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError) as problem:

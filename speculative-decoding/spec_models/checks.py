@@ -116,14 +116,21 @@ def check_blocks(loaded: Loaded) -> None:
             f"{loaded.flag} {loaded.name}: all logits are equal in {dtype_name(model.dtype)}, which is no text: "
             "its weights are too small for that dtype, or empty; try --dtype float32 --cpu-linear plain"
         )
+    check_neighbours(loaded, whole, lambda: one_pass(model, ids, 1))  # the head alone, where it is given one row of many
     found = tried(loaded, CANNOT.format("takes no cache of ours"), lambda: blocks(model, ids, warm))
     allowed = BLOCK_TOLERANCE.get(model.dtype, 0.25) * whole.std()
     for reason, start, logits in found:
         if logits is None or not (logits - whole[:, start : start + logits.shape[1]]).abs().max() <= allowed:
             raise UserError(f"{loaded.flag} {loaded.name}: {CANNOT.format(reason)}; choose a transformer")
-    last = found[-1][2][0, -1]
-    alone = tried(loaded, CANNOT.format("takes no cache of ours"), lambda: alone_row(model, ids))
-    if model.dtype == torch.float32 and (last - alone).abs().max() > ROW_TOLERANCE * whole.std():
+    check_neighbours(loaded, found[-1][2], lambda: alone_row(model, ids))
+
+
+def check_neighbours(loaded: Loaded, block: torch.Tensor, alone) -> None:
+    """Whether the last row of a block, (1, rows, vocabulary), is what `alone()` gives for it, in float32. Raises UserError."""
+    if loaded.model.dtype != torch.float32:
+        return
+    row = tried(loaded, CANNOT.format("takes no cache of ours"), alone)
+    if (block[0, -1] - row[0, -1]).abs().max() > ROW_TOLERANCE * block.std():
         raise UserError(
             f"{loaded.flag} {loaded.name}: a token's logits depend on the tokens beside it in the block (layers quantised "
             "dynamically scale over all of them), so blocks cannot be checked; choose it unquantised"
@@ -131,20 +138,21 @@ def check_blocks(loaded: Loaded) -> None:
 
 
 def alone_row(model, ids: torch.Tensor) -> torch.Tensor:
-    """The logits (vocabulary,) of the last token, from a pass over it alone."""
+    """The logits (1, 1, vocabulary) of the last token, from a pass over it alone."""
     cache = new_cache(model)
     forward(model, ids[:, :-1], cache)
-    return forward(model, ids[:, -1:], cache).logits[0, -1].float()
+    return forward(model, ids[:, -1:], cache).logits.float()
 
 
-def one_pass(model, ids: torch.Tensor) -> torch.Tensor:
-    """The logits of all tokens, without a cache of ours where the model takes none."""
+def one_pass(model, ids: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    """The logits of the last `rows` tokens (None: all), without a cache of ours where the model takes none."""
+    rows = ids.shape[1] if rows is None else rows
     try:
-        return forward(model, ids, new_cache(model), ids.shape[1]).logits.float()
+        return forward(model, ids, new_cache(model), rows).logits.float()
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return model(ids, use_cache=False).logits.float()
+        return model(ids, use_cache=False).logits[:, -rows:].float()
 
 
 def blocks(model, ids: torch.Tensor, warm: int) -> list[tuple[str, int, torch.Tensor | None]]:

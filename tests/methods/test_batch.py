@@ -353,6 +353,36 @@ def test_a_window_longer_than_the_text_is_no_trouble():
     check_rows(loaded(tiny.build(T.MistralConfig(**{**tiny.BASE, "sliding_window": 64, "head_dim": 8}))))
 
 
+OWN_REACH = {
+    "llama4, chunks": lambda chunk, kinds=None: tiny.build(
+        T.Llama4TextConfig(
+            **{**tiny.BASE, "num_hidden_layers": 4, "pad_token_id": 0}, head_dim=8, num_local_experts=2,
+            num_experts_per_tok=1, intermediate_size_mlp=64, attention_chunk_size=chunk, layer_types=kinds and ["full_attention"] * 4,
+        )
+    ),
+    "gpt-neo, local": lambda window, kinds="local": tiny.build(
+        T.GPTNeoConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=window, initializer_range=0.4,
+            attention_types=[[["global", kinds], 1]], max_position_embeddings=64,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reach", [8, 16, 40])
+@pytest.mark.parametrize("name", OWN_REACH)
+def test_a_reach_that_our_mask_does_not_know_is_refused_however_long_it_is(name, reach):
+    """A try of a few tokens fits into a chunk of 16; the texts that follow need not."""
+    with pytest.raises(UserError, match="--target tiny: rows of different lengths do not give"):
+        check_rows(loaded(OWN_REACH[name](reach)))
+
+
+def test_a_config_that_names_a_reach_which_no_layer_has_is_served():
+    for model in (OWN_REACH["llama4, chunks"](16, "full_attention"), OWN_REACH["gpt-neo, local"](16, "global")):
+        assert not row_cache.has_own_reach(model)
+    assert not any(row_cache.has_own_reach(tiny.model(name)) for name in tiny.ARCHITECTURES)
+
+
 def test_what_takes_no_mask_of_ours_is_refused():
     bloom = tiny.build(T.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.4))
     with pytest.raises(UserError, match="--target tiny: rows of different lengths do not give"):

@@ -168,7 +168,7 @@ def test_the_real_target_writes_exact_text(embedded_target, monkeypatch):
     assert target.tokenizer.decode(alone.tokens).startswith(" the wall"), (
         "weights or tokenizer are wrong if it cannot go on with this"
     )
-    assert (itself.rejections, itself.target_passes) == (0, 4)
+    assert (sum(itself.rejected), itself.target_passes) == (0, 4)
     assert 4 <= dear.target_passes < 20, "a layer less of thirty agrees now and then"
 
 

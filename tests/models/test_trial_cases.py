@@ -158,6 +158,6 @@ def test_a_cache_that_comes_back_wrong_is_told_as_that(monkeypatch):
             for layer in cache.layers:
                 layer.keys = layer.keys + 1
 
-    monkeypatch.setattr("spec_models.checks.rollback", careless)
+    monkeypatch.setattr("spec_models.checks.keep_slots", careless)
     with pytest.raises(UserError, match="cannot roll back its cache"):
         check_blocks(loaded(tiny.llama()))
