@@ -91,8 +91,10 @@ def legend(ax, theme: dict, **where) -> None:
     ax.legend(frameon=False, labelcolor=theme["ink"], fontsize=9, **where)
 
 
-def errors(rows: list[dict], name: str) -> list[list[float]]:
-    """Distances of the interval's ends from the median, as matplotlib wants them."""
+def errors(rows: list[dict], name: str) -> list[list[float]] | None:
+    """Distances of the interval's ends from the median, as matplotlib wants them; None where there is no interval."""
+    if any(row[f"{name}_low"] is None for row in rows):
+        return None
     return [[row[name] - row[f"{name}_low"] for row in rows], [row[f"{name}_high"] - row[name] for row in rows]]
 
 
@@ -120,7 +122,7 @@ def plot_k_sweep(document: dict, theme: dict):
         color=theme["a"],
         linestyle="--",
         linewidth=1,
-        label="predicted from costs",
+        label="from counts and costs",
     )
     ax.set_ylim(bottom=0)
     ax.set_xticks(ks)

@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 import transformers as T
 
-import spec_decode
 import spec_plot
+from spec_harness.tables import shown_rounds
 from spec_models import pieces
 
 
@@ -52,7 +52,7 @@ def rows_of_rounds(tokens: list[int], k: int) -> dict:
     return {
         "tokens": tokens,
         "proposals": [[*part[:k], tokens[0]] for part in parts],
-        "accepted_lengths": [min(k, len(part)) for part in parts],
+        "paths": [list(range(min(k, len(part)))) for part in parts],
         "emitted_lengths": [len(part) for part in parts],
     }
 
@@ -61,7 +61,7 @@ def rows_of_rounds(tokens: list[int], k: int) -> dict:
 def test_the_shown_parts_join_to_the_text_whatever_the_rounds_cut_through(k):
     tokenizer = bytes_alone()
     tokens = tokenizer(TEXT)["input_ids"]
-    shown = spec_decode.shown_rounds(tokenizer, rows_of_rounds(tokens, k), colour=False)
+    shown = shown_rounds(tokenizer, rows_of_rounds(tokens, k), colour=False)
     kept = re.findall(r"(?:accepted|target) ('.*?'|\".*?\")(?=   |$)", shown, re.M)
     assert "".join(ast.literal_eval(part) for part in kept) == TEXT
 

@@ -206,7 +206,7 @@ def test_each_pass_is_timed_at_the_same_context(target_folder, results, monkeypa
 
 def test_a_shape_can_be_judged_without_its_weights(target_folder, results):
     assert precondition(results, "--model", target_folder, "--random-weights", "--tokens", "1,2") == 0
-    assert finished(results, "spec_precondition")["config"]["model"]["weights"] == "random"
+    assert finished(results, "spec_precondition")["config"]["target"]["weights"] == "random"
 
 
 def test_a_cut_draft_serves_the_precondition_too(target_folder, results):
@@ -360,8 +360,8 @@ def test_the_bench_sweeps_k_and_workloads_and_predicts_before_it_measures(pair, 
     document = finished(results, "spec_bench")
     rows, summary = document["rows"], document["summary"]
     low, high, *cells = rows
-    for costs in (low, high):
-        assert costs["part"] == "costs" and set(costs["v"]) == {"1", "2", "4"} and costs["v"]["1"] == 1.0
+    for one in (low, high):
+        assert one["part"] == "costs" and set(one["v"]) == {"1", "2", "4"} and one["v"]["1"] == 1.0
     assert low["context"] < high["context"], "the shortest text and the longest"
     assert [row["k"] for row in cells if row["part"] == "k"] == [1, 3]
     ks = {row["k"] for row in cells if row["part"] == "workload"}
@@ -536,14 +536,15 @@ def test_a_sweep_survives_ctrl_c_and_a_kill_and_finishes_on_resumption(pair, res
 
 
 def draft_row(name, parameters, alpha, c, speedup):
-    return {"draft": name, "parameters": parameters, "alpha": alpha, "c": c, "speedup": speedup, "speedup_low": speedup - 0.01, "error": None,
+    return {"draft": name, "parameters": parameters, "alpha": alpha, "c": c, "speedup": speedup, "speedup_low": speedup - 0.01,
+            "speedup_high": speedup + 0.01, "aa_low": 0.99, "aa_high": 1.01, "pairs": 6, "error": None,
             "alpha_exceeds_c": alpha > c}  # fmt: skip
 
 
 def test_the_verdict_on_drafts_says_why_the_larger_one_loses():
     small, agreeing = draft_row("small", 10e6, 0.7, 0.1, 1.5), draft_row("large", 20e6, 0.8, 0.3, 1.2)
     said = spec_drafts.verdict([agreeing, small])
-    assert "small is the fastest: 1.50x." in said
+    assert "small took the least time: 1.50x (1.49 to 1.51, 6 pairs), faster than the target alone." in said
     assert (
         "large agrees more (alpha 0.80 against 0.70) and is slower all the same: its pass costs c = 0.30 against 0.10."
         in said

@@ -142,9 +142,11 @@ def settings(args, **more) -> dict:
 
 def lasting(setting):
     """A setting without what was timed to choose it, which comes out otherwise in every run."""
+    if isinstance(setting, list):
+        return [lasting(one) for one in setting]
     if not isinstance(setting, dict):
         return setting
-    return {name: one for name, one in setting.items() if not name.endswith("_ms")}
+    return {name: lasting(one) for name, one in setting.items() if not name.endswith("_ms")}
 
 
 class ResultFile:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import tiny
-from spec_harness.reference import RoundLengths, generated, generated_rows, overridden, reference_arms, run_assisted
+from spec_harness.reference import RoundLengths, generated, generated_rows, reference_arms, run_assisted
 from spec_loop import LOOPS
+from spec_models.checkpoint import overridden
 from spec_models.checks import Loaded
 from spec_models.fused import FusedLlama
 

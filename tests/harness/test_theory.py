@@ -8,6 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from spec_harness.cells import accounted, pooled
+from spec_harness.costs import costs_at
 from spec_harness.essay import (
     FIGURES,
     essay_cost,
@@ -17,7 +19,15 @@ from spec_harness.essay import (
     essay_workload,
     is_essay_pair,
 )
-from spec_harness.theory import best_k, ceiling, cost_speedup, expected_tokens, interpolated, leviathan_speedup
+from spec_harness.theory import (
+    alpha_of_acceptance,
+    best_k,
+    ceiling,
+    cost_speedup,
+    expected_tokens,
+    interpolated,
+    leviathan_speedup,
+)
 
 
 def free(n: int) -> float:
@@ -76,14 +86,54 @@ def test_a_draft_pass_more_a_round_costs_what_it_costs():
 
 
 def test_the_measured_cost_form_adds_up_what_a_run_took():
-    """10 tokens in 2 rounds of 5 tokens each, 8 draft passes: 8 * 0.25 + 2 * 1.5 of a target pass."""
-    assert cost_speedup(10, 8, [5, 5], 0.25, lambda n: 1.5) == pytest.approx(10 / 5)
-    assert cost_speedup(10, 8, [5, 5], 0.25, lambda n: 1.5, overhead=0.5) == pytest.approx(10 / 6)
-    assert cost_speedup(10, 8, [5, 5], 0.25, lambda n: 1.5, plain_overhead=0.1) == pytest.approx(11 / 5)
+    """10 tokens in 2 rounds of 5 tokens each, 8 draft passes at 0.25: 8 * 0.25 + 2 * 1.5 of a target pass."""
+    assert cost_speedup(10, 8 * 0.25, [5, 5], lambda n: 1.5) == pytest.approx(10 / 5)
+    assert cost_speedup(10, 8 * 0.25, [5, 5], lambda n: 1.5, overhead=0.5) == pytest.approx(10 / 6)
+    assert cost_speedup(10, 8 * 0.25, [5, 5], lambda n: 1.5, plain_overhead=0.1) == pytest.approx(11 / 5)
+
+
+def test_an_account_charges_a_draft_pass_that_reads_two_tokens_for_two():
+    counted = {"proposed_lengths": [4, 4], "overhead_s": 0.0, "target_passes": 2, "baseline_overhead_share": 0.0,
+               "draft_passes": 8, "draft_tokens_read": 9, "emitted": 10}  # fmt: skip
+    costs = {"v": {"1": 1.0, "5": 1.5}, "c": 0.25, "c2": 0.35, "target_pass_s": 0.02}
+    assert accounted(counted, costs) == pytest.approx(10 / (8 * 0.25 + 0.1 + 2 * 1.5))
+    assert accounted({**counted, "overhead_s": 0.04}, costs) == pytest.approx(10 / (8 * 0.25 + 0.1 + 2 * 1.5 + 2))
+    assert accounted({**counted, "baseline_overhead_share": 0.5}, costs) == pytest.approx(20 / (8 * 0.25 + 0.1 + 2 * 1.5))
+
+
+def test_costs_lie_on_the_line_between_the_contexts_that_were_measured():
+    low = {"context": 100, "v": {"1": 1.0, "6": 1.2}, "c": 0.1, "c2": 0.12, "target_pass_s": 0.02}
+    high = {"context": 300, "v": {1: 1.0, 6: 1.6}, "c": 0.14, "c2": 0.2, "target_pass_s": 0.03}
+    here = costs_at([low, high], 150)
+    assert here["v"] == {1: 1.0, 6: pytest.approx(1.3)} and here["c"] == pytest.approx(0.11)
+    assert here["c2"] == pytest.approx(0.14) and here["target_pass_s"] == pytest.approx(0.0225)
+    assert costs_at([low], 999) is low
+    no_draft = [{**one, "c": None, "c2": None} for one in (low, high)]
+    assert costs_at(no_draft, 200)["c"] is None
+
+
+def test_cells_are_pooled_as_time_over_time():
+    """Four texts three times as fast and one half as fast, each 1 s alone: 5 s against 3.33, not 3x."""
+    fast = {"baseline_s": [1.0] * 6, "baseline_again_s": [1.0] * 6, "speculative_s": [1 / 3] * 6, "predicted_costs": 3.0}
+    slow = {**fast, "speculative_s": [2.0] * 6, "predicted_costs": 0.5}
+    row = pooled([fast] * 4 + [slow])
+    assert row["speedup"] == row["speedup_low"] == row["speedup_high"] == pytest.approx(1.5)
+    assert row["predicted_costs"] == pytest.approx(1.5) and row["aa"] == 1.0 and row["pairs"] == 6
+
+
+@pytest.mark.parametrize(("alpha", "k"), [(0.89, 5), (0.5, 3), (0.99, 8), (0.0, 4)])
+def test_the_alpha_behind_an_acceptance_is_found_again(alpha, k):
+    accepted = (expected_tokens(alpha, k) - 1) / k
+    assert alpha_of_acceptance(accepted, k) == pytest.approx(alpha, abs=1e-9)
+
+
+def test_the_essays_acceptance_of_five_guesses_is_an_alpha_of_089():
+    """72 % of what was proposed; 89 % of what was judged. Taken for one another they give another best k."""
+    assert alpha_of_acceptance(FIGURES["decode_k5_prose"]["acceptance"], 5) == pytest.approx(0.89, abs=0.005)
 
 
 def test_plain_decoding_predicts_a_speedup_of_one():
-    assert cost_speedup(7, 0, [1] * 7, 0.3, free, overhead=0.2, plain_overhead=0.2) == pytest.approx(1)
+    assert cost_speedup(7, 0.0, [1] * 7, free, overhead=0.2, plain_overhead=0.2) == pytest.approx(1)
 
 
 def test_the_essays_run_is_foreseen_from_its_costs():
@@ -91,7 +141,7 @@ def test_the_essays_run_is_foreseen_from_its_costs():
     run = FIGURES["decode_k5_prose"]
     c = run["draft_pass_ms"] / run["target_pass_ms"]
     foreseen = cost_speedup(
-        64, run["draft_passes"], [6] * run["target_passes"]["speculative"], c, lambda n: essay_cost(n) or 1
+        64, run["draft_passes"] * c, [6] * run["target_passes"]["speculative"], lambda n: essay_cost(n) or 1
     )
     assert foreseen == pytest.approx(run["speedup"], abs=0.3)
 

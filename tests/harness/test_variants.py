@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from spec_common import UserError
+from spec_common import Timed, UserError
 
 import pytest
 import torch
@@ -59,8 +59,8 @@ def test_the_table_has_a_line_for_each_size_and_v_of_every_variant(pair, target_
     argv = ["--device", "cpu", "--model", target_folder, "--context", "8", "--tokens", "1,3", "--results", str(results)]
     code = spec_precondition.main([*argv, "--repeats", "2", "--compare-linears", "--compare-passes"])
     compared, out = json.loads(results.read_text())["summary"]["compared"], capsys.readouterr().out
-    assert code == 0 and "linears side by side" in out and "passes side by side" in out
-    assert {row["variant"] for row in compared["linears"]} == {*HERE, "plain"}
+    assert code == 0 and "linear layers side by side" in out and "forms of pass side by side" in out
+    assert {row["variant"] for row in compared["linear layers"]} == {*HERE, "plain"}
     for rows in compared.values():
         assert all(row["v"] == 1 for row in rows if row["tokens"] == 1)
         assert all(row["of_first"] == 1 for row in rows if row["variant"] == rows[0]["variant"])
@@ -69,10 +69,11 @@ def test_the_table_has_a_line_for_each_size_and_v_of_every_variant(pair, target_
 
 def test_a_product_that_would_take_minutes_is_made_smaller(monkeypatch):
     for seconds, side in ((1e-4, 2048), (1e-3, 1024), (0.02, 256), (10.0, 128)):
-        monkeypatch.setattr("spec_harness.costs.timed", lambda work, device, seconds=seconds: (None, seconds))
+        monkeypatch.setattr("spec_harness.costs.timed", lambda work, device, seconds=seconds: Timed(None, seconds))
         assert affordable_side(2048, CPU, torch.float32) == side
 
 
 def test_what_was_timed_to_choose_a_setting_does_not_hinder_resuming():
     assert lasting({"cpu_linear": "half", "cpu_linear_trial_ms": {"half": 1.0}}) == {"cpu_linear": "half"}
+    assert lasting([{"a_ms": 1, "b": 2}]) == [{"b": 2}]
     assert lasting([1]) == [1] and lasting(None) is None

@@ -76,7 +76,7 @@ def test_every_linear_layer_is_replaced_and_the_text_stays_exact(kind):
     expected = tiny.greedy(target, tiny.PROMPT, 30)
     for loop in ("lean", "essay"):
         assert tiny.speculated(target, draft, loop=loop).tokens == expected
-    assert tiny.speculated(target, target).rejections == 0
+    assert not any(tiny.speculated(target, target).rejected)
 
 
 @pytest.mark.parametrize("kind", HERE)
