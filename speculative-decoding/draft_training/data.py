@@ -9,21 +9,19 @@ Half-precision matrices, a float32 residual stream and grouped queries over one 
 
 import os
 import pathlib
-import random
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_training.prompts import HELD_OUT, KINDS, SHORTEST, training_prompts
+from draft_training.prompts import KINDS, SHORTEST, training_prompts
 from spec_common import Help, Parser, UserError, at_least, command
-from workloads import WORKLOADS
 
-RUN = 12  # ids in a row that a training row may not share with a reported prompt: about eight words
 TOP = 16  # ids kept a position: enough for the union of candidates that the loss looks at
+AT_ONCE = 1536  # positions of one piece of a large pass
 NEW_TOKENS = 64  # tokens a row: many short rows, because a draft agrees least at the beginning of a text
 SHARES = {"code": 0.34, "list": 0.12, "json": 0.10, "repeat": 0.06, "prose": 0.26, "chat": 0.12}
 SAMPLED_STARTS = (0, 0, 4, 12)  # tokens sampled before greedy takes over: the same template then leads to many texts
@@ -90,9 +88,19 @@ class Teacher:
         out = out.view(rows, kv_heads, n, -1, size).permute(0, 2, 1, 3, 4).reshape(rows, n, heads * size)
         return F.linear(out, layer["out"])
 
-    @torch.inference_mode()
     def hidden(self, ids, cache, start, pad):
-        """Normed final hidden states of `ids` (rows, n), whose first column is cache position `start`; `pad` left pads a row."""
+        """Normed final hidden states of `ids` (rows, n), whose first column is cache position `start`; `pad` left pads a row.
+        A few rows at a time: temporaries of more than some megabytes cost more to allocate than to compute."""
+        rows = max(1, AT_ONCE // ids.shape[1])
+        return torch.cat(
+            [
+                self._hidden(ids[at : at + rows], [[part[at : at + rows] for part in kept] for kept in cache], start, pad[at : at + rows])
+                for at in range(0, len(ids), rows)
+            ]
+        )
+
+    @torch.inference_mode()
+    def _hidden(self, ids, cache, start, pad):
         end = start + ids.shape[1]
         x = self.embedding[ids]
         positions = (torch.arange(start, end)[None] - pad[:, None]).clamp(min=0)
@@ -106,7 +114,8 @@ class Teacher:
     @torch.inference_mode()
     def top(self, hidden):
         """Logits of the 16 best ids and the ids, for flat hidden states."""
-        return F.linear(hidden.to(self.dtype), self.head).topk(TOP, dim=-1)
+        found = [F.linear(part.to(self.dtype), self.head).topk(TOP, dim=-1) for part in hidden.split(AT_ONCE)]
+        return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def pick(values, indices, sampled, generator):
@@ -123,7 +132,7 @@ def keep(kept, alive, running, parts, skips):
                 store.append(part[at, skips[at] :])
 
 
-def continue_rows(teacher, prompts, new_tokens, starts, stop_id, generator):
+def continue_rows(teacher, prompts, new_tokens, starts, stop_id, generator=None):
     """Continue prompts in one batch; gives per row (ids, hidden, top ids). A row ends at its stop id."""
     width, rows = max(map(len, prompts)), len(prompts)
     pad = torch.tensor([width - len(prompt) for prompt in prompts])
@@ -186,72 +195,6 @@ def make_shard(teacher, tokenizer, path, seed, rows, new_tokens):
     save_file(shard, partial)
     os.replace(partial, path)
     return len(shard["ids"])
-
-
-def runs(ids, length=RUN):
-    """Every run of `length` ids in a row."""
-    return {tuple(ids[at : at + length]) for at in range(len(ids) - length + 1)}
-
-
-def reported_runs(tokenizer):
-    """The runs of every prompt that acceptance is reported on: the five workloads and the held-out prompts."""
-    texts = [*WORKLOADS.values(), *(text for texts in HELD_OUT.values() for text in texts)]
-    return set().union(*(runs(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts))
-
-
-class Shards:
-    """All rows of the cached teacher outputs, served in batches of like length that hold about `budget` tokens.
-
-    A row that shares a run with `reported` is left out: nothing that a figure is reported on is learnt by heart.
-    """
-
-    def __init__(self, folder, prompt_weight, reported=frozenset()):
-        self.folder, self.prompt_weight, self.reported = folder, prompt_weight, reported
-        self.parts, self.seen, self.index, self.tokens, self.left_out = [], set(), [], 0, 0
-        self.refresh()
-
-    def refresh(self):
-        """Take in the shards that have appeared since: generation may go on beside training."""
-        for path in sorted(set(self.folder.glob("*.safetensors")) - self.seen):
-            part, offset = load_file(path), 0
-            for row, length in enumerate(part["lengths"].tolist()):
-                if self.reported.isdisjoint(runs(part["ids"][offset : offset + length].tolist())):
-                    self.index.append((len(self.parts), offset, length, int(part["prompt_lengths"][row])))
-                    self.tokens += length
-                else:
-                    self.left_out += 1
-                offset += length
-            self.parts.append(part)
-            self.seen.add(path)
-
-    def epoch(self, seed, budget):
-        """Lists of rows: shuffled, sorted by length inside large pools (little padding), then batches shuffled again."""
-        rng, rows = random.Random(seed), list(self.index)
-        rng.shuffle(rows)
-        batches = []
-        for first in range(0, len(rows), 1024):
-            batch = []
-            for row in sorted(rows[first : first + 1024], key=lambda row: row[2]):
-                if batch and row[2] * (len(batch) + 1) > budget:
-                    batches.append(batch)
-                    batch = []
-                batch.append(row)
-            batches.append(batch)
-        rng.shuffle(batches)
-        return batches
-
-    def tensors(self, batch):
-        """ids (rows, width), and flat over the real positions: place, teacher hidden, teacher ids, weight."""
-        width = max(length for _, _, length, _ in batch)
-        ids, place, hidden, top, weight = torch.zeros(len(batch), width, dtype=torch.long), [], [], [], []
-        for at, (number, offset, length, prompt) in enumerate(batch):
-            part, span = self.parts[number], slice(offset, offset + length)
-            ids[at, :length] = part["ids"][span].long()
-            place.append(at * width + torch.arange(length))
-            hidden.append(part["hidden"][span])
-            top.append(part["top"][span])
-            weight.append(torch.where(torch.arange(length) < prompt - 1, self.prompt_weight, 1.0))
-        return ids, torch.cat(place), torch.cat(hidden).float(), torch.cat(top).long(), torch.cat(weight)
 
 
 def check_folder(name):

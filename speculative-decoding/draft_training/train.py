@@ -1,7 +1,7 @@
 """A few of the target's own layers, distilled on what the target itself writes, agree with its greedy text often enough to draft for it.
 
 The draft keeps the target's embedding, head and tokenizer (frozen and shared) and trains only its layers and the final norm, so its
-file is small and any tool can load it once it is unpacked. It learns from cached teacher shards (draft_data.py makes them): soft
+file is small and any tool can load it once it is unpacked. It learns from cached teacher shards (data.py makes them): soft
 targets over the candidates that occur in the batch, the teacher's own choice as a hard target, and its last hidden state.
 
     python -m draft_training.data --target FOLDER --out data
@@ -10,6 +10,7 @@ targets over the candidates that occur in the batch, the teacher's own choice as
 
 import argparse
 import copy
+import functools
 import json
 import math
 import os
@@ -23,9 +24,11 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_training.data import Shards, check_folder, reported_runs
+from draft_training.data import Teacher, check_folder
+from draft_training.guard import kept_out_runs
 from draft_training.prompts import KINDS, held_out_prompts
-from spec_common import Help, Parser, UserError, at_least, command, first_line
+from draft_training.shards import Shards
+from spec_common import Help, Parser, UserError, at_least, command, first_line, fraction
 from spec_models.files import build_draft, read_draft, same_target, save_draft
 from spec_models.pairs import cut_layers
 
@@ -99,7 +102,7 @@ def agreement(draft, rows):
     return table | {"mean5": sum(table[kind] for kind in KINDS if kind != "chat") / (len(KINDS) - 1)}
 
 
-def distill_loss(states, teacher_states, top, weight, embedding, extra, mix):
+def distill_loss(states, teacher_states, top, embedding, extra, mix):
     """KL on the union of candidates + hard weight on the teacher's choice + distance of the last hidden states."""
     union, where = torch.unique(torch.cat([top[:, :CANDIDATES].flatten(), extra]), return_inverse=True)
     head = embedding[union].bfloat16()
@@ -111,13 +114,13 @@ def distill_loss(states, teacher_states, top, weight, embedding, extra, mix):
     soft = (teacher.exp() * (teacher - log_probs)).sum(-1)
     hard = -log_probs.gather(1, best[:, None])[:, 0]
     near = F.smooth_l1_loss(states.float(), teacher_states, reduction="none").mean(-1)
-    total = (weight * (soft + mix["hard"] * hard + mix["state"] * near)).sum() / weight.sum()
+    total = (soft + mix["hard"] * hard + mix["state"] * near).mean()
     hit = (logits.detach().argmax(-1) == best).float()
     return total, {
-        "kl": (weight * soft.detach()).sum().item(),
-        "hard": (weight * hard.detach()).sum().item(),
-        "hit": (weight * hit).sum().item(),
-        "weight": weight.sum().item(),
+        "kl": soft.detach().sum().item(),
+        "hard": hard.detach().sum().item(),
+        "hit": hit.sum().item(),
+        "weight": len(top),
     }
 
 
@@ -165,7 +168,7 @@ class Stop:
 
 def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
     """One update; gives the sums of the loss parts and the tokens seen."""
-    ids, place, teacher_states, top, weight = shards.tensors(batch)
+    ids, place, teacher_states, top = shards.tensors(batch, generator)
     extra = torch.randint(draft.config.vocab_size, (args.negatives,), generator=generator)
     with torch.autocast("cpu", torch.bfloat16):
         states = draft.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
@@ -173,7 +176,6 @@ def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
         states,
         teacher_states,
         top,
-        weight,
         draft.model.embed_tokens.weight,
         extra,
         {"hard": args.hard, "state": args.state},
@@ -184,7 +186,7 @@ def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
     torch.nn.utils.clip_grad_norm_([weights for weights in draft.parameters() if weights.requires_grad], CLIP)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return parts, len(place)
+    return parts, sum(length for _, _, length, _ in batch)
 
 
 def log(path, row):
@@ -222,7 +224,7 @@ def train(args, draft, optimizer, shards, rows, progress):
     while not stop.asked:
         shards.refresh()
         if not shards.index:
-            raise UserError("--data: no shard with a row to train on; make some with draft_data.py")
+            raise UserError("--data: no shard with a row to train on; make some with draft_training.data")
         batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
         for batch in batches[progress["batch"] :]:
             done = max(progress["cpu_s"] / 60 / args.cpu_minutes, progress["step"] / args.steps if args.steps else 0)
@@ -284,6 +286,14 @@ def parse_args(argv):
         help="begin from this trained draft; it may have fewer of the layers",
     )
     parser.add_argument(
+        "--keep-out",
+        type=pathlib.Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help=".jsonl files of prompts that the draft will be judged on: no row that shares 12 ids in a row is trained on",
+    )
+    parser.add_argument(
         "--cpu-minutes", type=minutes, default=60, help="budget of process CPU time, earlier runs included"
     )
     parser.add_argument("--steps", type=at_least(0, 10**9), default=0, help="budget of steps; 0 is none")
@@ -298,7 +308,10 @@ def parse_args(argv):
     parser.add_argument("--hard", type=float, default=0.5, help="weight of the teacher's own choice")
     parser.add_argument("--state", type=float, default=1.0, help="weight of the distance between last hidden states")
     parser.add_argument(
-        "--prompt-weight", type=float, default=0.3, help="weight of a position inside a prompt (a continued one has 1)"
+        "--prompt-share",
+        type=fraction,
+        default=0.3,
+        help="share of the positions inside prompts that is learnt from (continued ones all are)",
     )
     parser.add_argument(
         "--check-every", type=at_least(1, 10**9), default=300, help="steps between two held-out tables and checkpoints"
@@ -346,11 +359,14 @@ def main(argv=None):
     if args.grow:
         grow(draft, layers, args.grow)
     optimizer, progress = prepare(args, draft)
-    shards = Shards(args.data, args.prompt_weight, reported_runs(tokenizer))
-    config = {name: value for name, value in vars(args).items() if name not in ("target", "data", "out", "grow")} | {
+    teacher = functools.partial(Teacher, args.target, torch.float32)
+    reported = kept_out_runs(tokenizer, teacher, args.data / "kept_out.json", args.keep_out)
+    shards = Shards(args.data, args.prompt_share, reported)
+    paths = ("target", "data", "out", "grow", "keep_out")
+    config = {name: value for name, value in vars(args).items() if name not in paths} | {
         "grown_from": args.grow and args.grow.name
     }
-    log(args.out / "log.jsonl", {"event": "start", "config": config, "data_tokens": shards.tokens})
+    log(args.out / "log.jsonl", {"event": "start", "config": config, "data_tokens": shards.tokens, "left_out": shards.left_out})
     if not progress["step"]:
         report(args, draft, rows, progress)
     finished = train(args, draft, optimizer, shards, rows, progress)
