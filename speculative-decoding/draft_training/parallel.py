@@ -68,3 +68,73 @@ def rows_of(draft, mask, ids, anchors, depths):
         position_ids=(anchor + depth).clamp(min=0),
         use_cache=False,
     ).last_hidden_state
+
+
+def add_mask(draft, states=None):
+    """Give the draft a mask vector: the trained one of `states`, or what the embedding is on average, to begin from."""
+    start = draft.get_input_embeddings().weight.detach().mean(dim=0) if states is None else states["mask"]
+    draft.mask = torch.nn.Parameter(start.clone().float())
+
+
+def chain_states(draft, shards, batch, guesses, generator):
+    """What the loss compares at every depth: the draft's states and the teacher's (rows, hidden), the teacher's best ids (rows, 16).
+
+    Deep rows stand in the continued part alone: that is where a draft guesses."""
+    ids, place, hidden, top = shards.tensors(batch, generator)
+    steps, lengths = torch.arange(ids.shape[1]), [length for _, _, length, _ in batch]
+    places = torch.stack([(steps >= prompt - 1) & (steps < length) for _, _, length, prompt in batch])
+    anchors, depths = thinned(places, lengths, guesses, generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = rows_of(draft, draft.mask, ids, anchors, depths)
+    shallow = states[:, : ids.shape[1]].flatten(0, 1)[place]
+    deep = states[:, ids.shape[1] :][anchors >= 0]
+    for (number, offset, _, _), anchor, depth in zip(batch, anchors, depths, strict=True):
+        spoken = offset + (anchor + depth)[anchor >= 0]
+        hidden = torch.cat([hidden, shards.parts[number]["hidden"][spoken].float()])
+        top = torch.cat([top, shards.parts[number]["top"][spoken].long()])
+    return torch.cat([shallow, deep]), hidden, top
+
+
+def hits(draft, row, guesses):
+    """right (tokens, guesses): whether guess i + 1 of the pass that begins before a continued token of `row` is the token i further
+    on; false where the text ends sooner. One forward for all passes."""
+    text, first, count = row["prompt"] + row["continuation"], len(row["prompt"]) - 1, len(row["continuation"])
+    ids = torch.tensor([text[:-1]])
+    anchors, depths = thinned(torch.arange(len(text) - 1)[None] >= first, [len(text) - 1], guesses)
+    states = rows_of(draft, draft.mask, ids, anchors, depths)
+    spoken = draft.get_output_embeddings()(torch.cat([states[:, first : len(text) - 1], states[:, len(text) - 1 :]], dim=1))[0].argmax(-1)
+    anchor = torch.cat([torch.arange(first, len(text) - 1), anchors[0]])
+    depth = torch.cat([torch.zeros(count, dtype=torch.long), depths[0]])
+    right = torch.zeros(count, guesses, dtype=torch.bool)
+    right[anchor - first, depth] = spoken == torch.tensor(text)[anchor + depth + 1]
+    return right
+
+
+def walk(right, one_pass):
+    """(accepted, judged) by place over the rounds of a text, `right` (tokens, guesses) as `hits` gives it. Without `one_pass` each
+    guess has read the ones before it, as an ordinary draft's has."""
+    (tokens, guesses), at = right.shape, 0
+    accepted, judged = [0] * guesses, [0] * guesses
+    while at < tokens:
+        for place in range(min(guesses, tokens - at)):
+            judged[place] += 1
+            if not (right[at, place] if one_pass else right[at + place, 0]):
+                break
+            accepted[place] += 1
+        else:
+            place = min(guesses, tokens - at)
+        at += place + 1
+    return accepted, judged
+
+
+@torch.inference_mode()
+def by_place(draft, rows, guesses):
+    """alpha over all rows with one pass a round and with a pass a guess, and its conditional rates by place with one pass."""
+    found = [hits(draft, row, guesses) for row in rows]
+    table = {}
+    for name, one_pass in (("one pass", True), ("a pass a guess", False)):
+        walks = [walk(right, one_pass) for right in found]
+        accepted, judged = ([sum(column) for column in zip(*side, strict=True)] for side in zip(*walks, strict=True))
+        table[name] = sum(accepted) / max(1, sum(judged))
+        table |= {f"{name}, guess {at + 1}": accepted[at] / max(1, judged[at]) for at in range(guesses)}
+    return table

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_training.data import Teacher, check_folder
 from draft_training.guard import kept_out_runs
+from draft_training.parallel import add_mask, by_place, chain_states
 from draft_training.prompts import KINDS, held_out_prompts
 from draft_training.shards import Shards
 from spec_common import Help, Parser, UserError, at_least, command, first_line, fraction
@@ -62,6 +63,8 @@ def grow(draft, layers, path):
         )
     with torch.no_grad():
         draft.model.norm.weight.copy_(states["model.norm.weight"])
+        if hasattr(draft, "mask") and "mask" in states:
+            draft.mask.copy_(states["mask"])
         for layer, old in zip(draft.model.layers, layers, strict=True):
             if old in own:
                 layer.load_state_dict({name: states[own[old] + name] for name in layer.state_dict()})
@@ -168,10 +171,13 @@ class Stop:
 
 def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
     """One update; gives the sums of the loss parts and the tokens seen."""
-    ids, place, teacher_states, top = shards.tensors(batch, generator)
     extra = torch.randint(draft.config.vocab_size, (args.negatives,), generator=generator)
-    with torch.autocast("cpu", torch.bfloat16):
-        states = draft.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
+    if args.guesses > 1:
+        states, teacher_states, top = chain_states(draft, shards, batch, args.guesses, generator)
+    else:
+        ids, place, teacher_states, top = shards.tensors(batch, generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            states = draft.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
     loss, parts = distill_loss(
         states,
         teacher_states,
@@ -197,7 +203,7 @@ def log(path, row):
 def report(args, draft, rows, progress):
     """Held-out agreement into the log and onto stderr."""
     draft.eval()
-    table = agreement(draft, rows)
+    table = agreement(draft, rows) | (by_place(draft, rows, args.guesses) if args.guesses > 1 else {})
     draft.train()
     log(args.out / "log.jsonl", {"event": "held_out", **progress, "agreement": table})
     print("\n  " + "  ".join(f"{kind} {share:.3f}" for kind, share in table.items()), file=sys.stderr, flush=True)
@@ -304,6 +310,9 @@ def parse_args(argv):
     )
     parser.add_argument("--weight-decay", type=float, default=0.01, help="of AdamW")
     parser.add_argument("--batch-tokens", type=at_least(1), default=1024, help="tokens a step, padding included")
+    parser.add_argument(
+        "--guesses", type=at_least(1, 64), default=1, help="guesses that one pass is trained to make; above 1: with a mask vector"
+    )
     parser.add_argument("--negatives", type=at_least(0), default=1024, help="random ids in every union of candidates")
     parser.add_argument("--hard", type=float, default=0.5, help="weight of the teacher's own choice")
     parser.add_argument("--state", type=float, default=1.0, help="weight of the distance between last hidden states")
@@ -356,6 +365,8 @@ def main(argv=None):
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     rows = held_out(target, tokenizer, args.data / "held_out.json")
     draft = trainable(target, layers)
+    if args.guesses > 1:
+        add_mask(draft)
     if args.grow:
         grow(draft, layers, args.grow)
     optimizer, progress = prepare(args, draft)

@@ -112,10 +112,13 @@ def build_draft(path, target):
     states["model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().float()
     if not draft.config.tie_word_embeddings:
         states["lm_head.weight"] = target.get_output_embeddings().weight.detach().float()
+    mask = states.pop("mask", None)
     missing, unexpected = draft.load_state_dict(states, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"{path}: missing {missing}, unexpected {unexpected}")
     draft.tie_weights()
+    if mask is not None:  # what it reads in place of a token that it guesses in the same pass; see draft_training/parallel.py
+        draft.mask = torch.nn.Parameter(mask, requires_grad=False)
     return draft.eval()
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import tiny
-from draft_training.parallel import guess, may_see, rows_of, thinned
+from draft_training.parallel import chain_states, guess, hits, may_see, rows_of, thinned, walk
+from draft_training.shards import Shards
 
 IDS = list(tiny.PROMPT)
 
@@ -87,3 +89,47 @@ def test_a_mask_sees_its_own_chain_and_nothing_later():
     seen = may_see(anchors, depths)[0, 0].tolist()
     assert seen[4] == [True, True, False, True, True, False]  # tokens 0 and 1, the mask above, itself
     assert seen[1] == [True, True, False, False, False, False]  # a real token sees no mask
+
+
+def test_held_out_hits_are_those_of_the_pass(draft, mask):
+    draft.mask = torch.nn.Parameter(mask)
+    row = {"prompt": IDS[:3], "continuation": IDS[3:] + [7, 4]}
+    with torch.inference_mode():
+        right = hits(draft, row, 3)
+    text = row["prompt"] + row["continuation"]
+    for token in range(5):
+        logits = fresh(draft, mask, text[: 3 + token], 3)
+        for place, said in enumerate(logits.argmax(-1).tolist()):
+            assert right[token, place] == (3 + token + place < len(text) and said == text[3 + token + place])
+
+
+def test_a_walk_counts_rounds_as_a_decoder_does():
+    right = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 0, 0], [1, 1, 0], [0, 1, 0], [1, 0, 0]]).bool()
+    # one pass: token 0 right, 1 wrong (its row says 0) -> on to 2: wrong at once -> on to 3: right, right, wrong -> the end
+    assert walk(right, True) == ([2, 1, 0], [3, 2, 1])
+    # a pass a guess, from column 0 alone: 1 1 0 | 1 0 | 1
+    assert walk(right, False) == ([3, 1, 0], [3, 2, 1])
+
+
+def test_a_step_learns_every_depth_of_the_continued_part(draft, mask, tmp_path):
+    """Rows against the teacher's place: with the teacher's best id written as its place, every row must carry its own."""
+    lengths, prompts = [6, 5], [2, 4]
+    places = torch.cat([torch.arange(length) for length in lengths]).to(torch.int32)
+    shard = {
+        "ids": torch.arange(11, dtype=torch.int32),
+        "hidden": places[:, None].expand(-1, 32).half().contiguous(),
+        "top": places[:, None].expand(-1, 16).contiguous(),
+        "lengths": torch.tensor(lengths),
+        "prompt_lengths": torch.tensor(prompts),
+        "kinds": torch.tensor([0, 0]),
+    }
+    save_file(shard, tmp_path / "shard-0.safetensors")
+    shards = Shards(tmp_path, 1.0)
+    draft.mask = torch.nn.Parameter(mask)
+    with torch.no_grad():
+        states, hidden, top = chain_states(draft, shards, shards.index, 3, None)
+    assert len(states) == len(hidden) == len(top) == 11 + (4 + 3) + (1 + 0)
+    assert top[:, 0].tolist() == places.tolist() + [2, 3, 4, 5, 3, 4, 5, 4]
+    assert torch.equal(hidden[:, 0].long(), top[:, 0])
+    expected = rows_of(draft, mask, torch.arange(6)[None], torch.tensor([[1, 1]]), torch.tensor([[1, 2]]))
+    torch.testing.assert_close(states[11 + 4].float(), expected[0, 7], atol=0.1, rtol=0.1)  # bfloat16
