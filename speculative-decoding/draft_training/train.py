@@ -24,11 +24,12 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_training.data import Teacher, check_folder
+from draft_training.data import check_folder
 from draft_training.guard import kept_out_runs
 from draft_training.parallel import add_mask, by_place, chain_states
 from draft_training.prompts import KINDS, held_out_prompts
 from draft_training.shards import Shards
+from draft_training.teacher import Teacher
 from spec_common import Help, Parser, UserError, at_least, command, first_line, fraction
 from spec_models.files import build_draft, read_draft, same_target, save_draft
 from spec_models.pairs import cut_layers
