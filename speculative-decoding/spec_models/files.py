@@ -122,6 +122,27 @@ def build_draft(path, target):
     return draft.eval()
 
 
+def spare_token(tokenizer):
+    """The id of a special token that no text uses: the last one added that neither begins, ends nor fills up a text."""
+    used = {*tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    spare = [token for token in tokenizer.added_tokens_decoder if token not in used]
+    if not spare:
+        raise ValueError("the tokenizer has no special token to spare for the mask")
+    return max(spare)
+
+
+def spell_mask(draft, token):
+    """A plain model whose embedding of `token` is the mask vector, named as other tools look for it; its head is left as it was."""
+    head = draft.get_output_embeddings().weight.detach().clone()
+    draft.config.tie_word_embeddings = False
+    draft.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    with torch.no_grad():
+        draft.model.embed_tokens.weight[token] = draft.mask
+    del draft.mask
+    draft.config.pard_token, draft.config.spd_type = token, "pard"
+    return draft
+
+
 def unpack_draft(path, target, tokenizer, out_folder, dtype=torch.float32):
     """Expand a draft once into a plain model folder; `target` and `tokenizer` are loaded ones or a folder. Returns the folder."""
     out = pathlib.Path(out_folder)
@@ -132,7 +153,10 @@ def unpack_draft(path, target, tokenizer, out_folder, dtype=torch.float32):
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     partial = out.with_name(f"{out.name}.{os.getpid()}.part")
-    build_draft(path, target).to(dtype).save_pretrained(partial)
+    draft = build_draft(path, target)
+    if hasattr(draft, "mask"):
+        draft = spell_mask(draft, spare_token(tokenizer))
+    draft.to(dtype).save_pretrained(partial)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     try:
