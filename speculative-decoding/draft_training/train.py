@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_training.data import check_folder
 from draft_training.guard import kept_out_runs
 from draft_training.prompts import KINDS, held_out_prompts
+from draft_training.requests import is_held_out, read_prompts, templated
 from draft_training.shards import Shards
 from draft_training.teacher import Teacher
 from spec_common import Help, Parser, UserError, at_least, command, first_line, fraction
@@ -35,6 +36,7 @@ from spec_models.pairs import cut_layers
 
 CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
 HELD_OUT_TOKENS = 96  # greedy tokens a held-out prompt
+HELD_OUT_A_KIND, LONGEST_HELD_OUT = 10, 300  # prompts of a file that are judged on, of each of its kinds; ids of one
 BETAS = (0.9, 0.95)  # AdamW: a shorter memory of the squares suits a few thousand steps
 CLIP = 1.0  # gradient norm: cut layers begin with large errors
 LOG_EVERY = 20  # steps between two lines of the log
@@ -71,12 +73,22 @@ def grow(draft, layers, path):
                     last.zero_()
 
 
-def held_out(target, tokenizer, path):
-    """The fixed held-out set, made once: the target's greedy text (float32) for prompts that training never sees."""
+def own_held_out(tokenizer, path):
+    """(kind, ids) of the prompts of a file that are kept from training, a few of each of its kinds, through the template."""
+    found = {}
+    for kind, text in read_prompts(path):
+        if is_held_out(text) and len(ids := templated(tokenizer, [text])) <= LONGEST_HELD_OUT:
+            found.setdefault(f"file {kind}".strip(), []).append(ids)
+    return [(kind, ids) for kind, rows in found.items() for ids in rows[:HELD_OUT_A_KIND]]
+
+
+def held_out(target, tokenizer, path, prompts=None):
+    """The held-out set, made once: the target's greedy text (float32) for prompts that training never sees."""
     if path.exists():
         return json.loads(path.read_text())
     print("writing the held-out texts, once (a minute or two, outside the budget) ...", file=sys.stderr, flush=True)
     pairs, stop = held_out_prompts(tokenizer), tokenizer.eos_token_id
+    pairs += own_held_out(tokenizer, prompts) if prompts else []
     width = max(len(ids) for _, ids in pairs)
     ids = torch.tensor([[stop] * (width - len(ids)) + ids for _, ids in pairs])
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in pairs])
@@ -94,13 +106,14 @@ def held_out(target, tokenizer, path):
 @torch.inference_mode()
 def agreement(draft, rows):
     """Share of the target's greedy tokens that are the draft's own choice over the full vocabulary, by kind: alpha."""
-    hits = {kind: [] for kind in KINDS}
+    hits = {row["kind"]: [] for row in rows}
     for row in rows:
         ids = torch.tensor([row["prompt"] + row["continuation"]])
         logits = draft(ids[:, :-1], logits_to_keep=len(row["continuation"])).logits[0]
         hits[row["kind"]] += (logits.argmax(-1) == torch.tensor(row["continuation"])).tolist()
     table = {kind: sum(found) / max(1, len(found)) for kind, found in hits.items()}
-    return table | {"mean5": sum(table[kind] for kind in KINDS if kind != "chat") / (len(KINDS) - 1)}
+    five = [table[kind] for kind in KINDS if kind != "chat" and kind in table]
+    return table | ({"mean5": sum(five) / len(five)} if five else {})
 
 
 def distill_loss(states, teacher_states, top, embedding, extra, mix):
@@ -153,6 +166,16 @@ def load_state(path, draft, optimizer):
     draft.load_state_dict(saved["states"], strict=False)
     optimizer.load_state_dict(saved["optimizer"])
     return saved["progress"]
+
+
+class Clock:
+    """Seconds spent on training, by the wall and of this process's CPU, those of earlier runs included."""
+
+    def __init__(self, progress):
+        self.wall, self.cpu = progress["wall_s"] - time.monotonic(), progress["cpu_s"] - time.process_time()
+
+    def now(self):
+        return {"wall_s": self.wall + time.monotonic(), "cpu_s": self.cpu + time.process_time()}
 
 
 class Stop:
@@ -209,9 +232,9 @@ def tell(args, progress, parts, done, learning_rate):
     """One line of progress with the time left, and its row in the log."""
     mean = {name: parts[name] / parts["weight"] for name in ("kl", "hard", "hit")}
     log(args.out / "log.jsonl", {"event": "train", **progress, "lr": learning_rate, **mean})
-    left = args.cpu_minutes * (1 - done)
+    left = args.minutes * (1 - done)
     print(
-        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} {progress['tokens'] / max(1e-9, progress['cpu_s']):.0f} tokens/s, {left:.1f} CPU min left ",
+        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} {progress['tokens'] / max(1e-9, progress['wall_s']):.0f} tokens/s, {left:.1f} min left ",
         end="",
         file=sys.stderr,
         flush=True,
@@ -219,8 +242,8 @@ def tell(args, progress, parts, done, learning_rate):
 
 
 def train(args, draft, optimizer, shards, rows, progress):
-    """Epochs over the shards until the budget of process CPU time (pauses do not count) or steps is spent."""
-    stop, begun, spent, sums = Stop(), time.process_time(), progress["cpu_s"], {}
+    """Epochs over the shards until the budget of time (pauses between runs do not count) or steps is spent."""
+    stop, clock, sums = Stop(), Clock(progress), {}
     draft.train()
     while not stop.asked:
         shards.refresh()
@@ -228,7 +251,7 @@ def train(args, draft, optimizer, shards, rows, progress):
             raise UserError("--data: no shard with a row to train on; make some with draft_training.data")
         batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
         for batch in batches[progress["batch"] :]:
-            done = max(progress["cpu_s"] / 60 / args.cpu_minutes, progress["step"] / args.steps if args.steps else 0)
+            done = max(progress["wall_s"] / 60 / args.minutes, progress["step"] / args.steps if args.steps else 0)
             if stop.asked or done >= 1:
                 return done >= 1
             learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
@@ -239,7 +262,7 @@ def train(args, draft, optimizer, shards, rows, progress):
                 step=progress["step"] + 1,
                 batch=progress["batch"] + 1,
                 tokens=progress["tokens"] + tokens,
-                cpu_s=spent + time.process_time() - begun,
+                **clock.now(),
             )
             if progress["step"] % LOG_EVERY == 0:
                 tell(args, progress, sums, done, learning_rate)
@@ -287,6 +310,9 @@ def parse_args(argv):
         help="begin from this trained draft; it may have fewer of the layers",
     )
     parser.add_argument(
+        "--prompts", type=pathlib.Path, metavar="FILE", help="the file of data.py: what it holds out of it is judged on"
+    )
+    parser.add_argument(
         "--keep-out",
         type=pathlib.Path,
         nargs="*",
@@ -295,7 +321,7 @@ def parse_args(argv):
         help=".jsonl files of prompts that the draft will be judged on: no row that shares 12 ids in a row is trained on",
     )
     parser.add_argument(
-        "--cpu-minutes", type=minutes, default=60, help="budget of process CPU time, earlier runs included"
+        "--minutes", type=minutes, default=60, help="budget of time, that of earlier runs (--resume) included"
     )
     parser.add_argument("--steps", type=at_least(0, 10**9), default=0, help="budget of steps; 0 is none")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
@@ -327,7 +353,7 @@ def prepare(args, draft):
     """The optimizer, and how far an earlier run came (an interrupted epoch is left: shards may have joined since)."""
     trained = [weights for weights in draft.parameters() if weights.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=BETAS, weight_decay=args.weight_decay, fused=True)
-    progress = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "cpu_s": 0.0}
+    progress = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "wall_s": 0.0, "cpu_s": 0.0}
     if args.resume and (args.out / "state.pt").exists():
         progress = load_state(args.out / "state.pt", draft, optimizer)
         progress.update(epoch=progress["epoch"] + 1, batch=0)
@@ -355,7 +381,7 @@ def main(argv=None):
     if max(layers) >= target.config.num_hidden_layers:
         raise UserError(f"--layers: the target has layers 0 to {target.config.num_hidden_layers - 1}")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    rows = held_out(target, tokenizer, args.data / "held_out.json")
+    rows = held_out(target, tokenizer, args.data / "held_out.json", args.prompts)
     draft = trainable(target, layers)
     if args.grow:
         grow(draft, layers, args.grow)
@@ -363,7 +389,7 @@ def main(argv=None):
     teacher = functools.partial(Teacher, args.target, torch.float32)
     reported = kept_out_runs(tokenizer, teacher, args.data / "kept_out.json", args.keep_out)
     shards = Shards(args.data, args.prompt_share, reported)
-    paths = ("target", "data", "out", "grow", "keep_out")
+    paths = ("target", "data", "out", "grow", "keep_out", "prompts")
     config = {name: value for name, value in vars(args).items() if name not in paths} | {
         "grown_from": args.grow and args.grow.name
     }
