@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_training.data import check_folder
 from draft_training.guard import kept_out_runs
-from draft_training.prompts import KINDS, held_out_prompts
-from draft_training.requests import is_held_out, read_prompts, templated
+from draft_training.judge import agreement, held_out
 from draft_training.shards import Shards
 from draft_training.teacher import Teacher
 from spec_common import Help, Parser, UserError, at_least, command, first_line, fraction
@@ -35,8 +34,6 @@ from spec_models.files import build_draft, read_draft, same_target, save_draft
 from spec_models.pairs import cut_layers
 
 CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
-HELD_OUT_TOKENS = 96  # greedy tokens a held-out prompt
-HELD_OUT_A_KIND, LONGEST_HELD_OUT = 10, 300  # prompts of a file that are judged on, of each of its kinds; ids of one
 BETAS = (0.9, 0.95)  # AdamW: a shorter memory of the squares suits a few thousand steps
 CLIP = 1.0  # gradient norm: cut layers begin with large errors
 LOG_EVERY = 20  # steps between two lines of the log
@@ -45,7 +42,8 @@ LOG_EVERY = 20  # steps between two lines of the log
 def trainable(target, layers):
     """A copy of the target's `layers`, in order, with its embedding, final norm and (tied) head; the embedding is frozen."""
     draft = copy.deepcopy(cut_layers(target, layers)).float()
-    draft.model.embed_tokens.weight.requires_grad_(False)
+    draft.get_input_embeddings().weight.requires_grad_(False)
+    draft.get_output_embeddings().weight.requires_grad_(False)
     return draft
 
 
@@ -73,49 +71,6 @@ def grow(draft, layers, path):
                     last.zero_()
 
 
-def own_held_out(tokenizer, path):
-    """(kind, ids) of the prompts of a file that are kept from training, a few of each of its kinds, through the template."""
-    found = {}
-    for kind, text in read_prompts(path):
-        if is_held_out(text) and len(ids := templated(tokenizer, [text])) <= LONGEST_HELD_OUT:
-            found.setdefault(f"file {kind}".strip(), []).append(ids)
-    return [(kind, ids) for kind, rows in found.items() for ids in rows[:HELD_OUT_A_KIND]]
-
-
-def held_out(target, tokenizer, path, prompts=None):
-    """The held-out set, made once: the target's greedy text (float32) for prompts that training never sees."""
-    if path.exists():
-        return json.loads(path.read_text())
-    print("writing the held-out texts, once (a minute or two, outside the budget) ...", file=sys.stderr, flush=True)
-    pairs, stop = held_out_prompts(tokenizer), tokenizer.eos_token_id
-    pairs += own_held_out(tokenizer, prompts) if prompts else []
-    width = max(len(ids) for _, ids in pairs)
-    ids = torch.tensor([[stop] * (width - len(ids)) + ids for _, ids in pairs])
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in pairs])
-    out = target.generate(ids, attention_mask=mask, max_new_tokens=HELD_OUT_TOKENS, do_sample=False).tolist()
-    rows = []
-    for (kind, prompt), row in zip(pairs, out, strict=True):
-        text = row[width:]
-        rows.append(
-            {"kind": kind, "prompt": prompt, "continuation": text[: text.index(stop) + 1] if stop in text else text}
-        )
-    write_json(path, rows)
-    return rows
-
-
-@torch.inference_mode()
-def agreement(draft, rows):
-    """Share of the target's greedy tokens that are the draft's own choice over the full vocabulary, by kind: alpha."""
-    hits = {row["kind"]: [] for row in rows}
-    for row in rows:
-        ids = torch.tensor([row["prompt"] + row["continuation"]])
-        logits = draft(ids[:, :-1], logits_to_keep=len(row["continuation"])).logits[0]
-        hits[row["kind"]] += (logits.argmax(-1) == torch.tensor(row["continuation"])).tolist()
-    table = {kind: sum(found) / max(1, len(found)) for kind, found in hits.items()}
-    five = [table[kind] for kind in KINDS if kind != "chat" and kind in table]
-    return table | ({"mean5": sum(five) / len(five)} if five else {})
-
-
 def distill_loss(states, teacher_states, top, embedding, extra, mix):
     """KL on the union of candidates + hard weight on the teacher's choice + distance of the last hidden states."""
     union, where = torch.unique(torch.cat([top[:, :CANDIDATES].flatten(), extra]), return_inverse=True)
@@ -141,12 +96,6 @@ def distill_loss(states, teacher_states, top, embedding, extra, mix):
 def rate(done, peak, step, warm_steps, decay):
     """Trapezoid over the share of the budget that is spent: warm-up, constant, then straight down to zero."""
     return peak * min(1.0, (step + 1) / warm_steps, max(0.0, (1 - done) / decay))
-
-
-def write_json(path, data):
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(data, indent=1))
-    os.replace(partial, path)
 
 
 def save_state(path, draft, optimizer, progress):
@@ -181,10 +130,15 @@ class Clock:
 class Stop:
     """Ctrl-C or a polite kill ends the run after the step in hand, with a checkpoint."""
 
-    def __init__(self):
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.ask)
+    asked = False
+
+    def __enter__(self):
+        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def ask(self, *_):
         self.asked = True
@@ -200,7 +154,7 @@ def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
         states,
         teacher_states,
         top,
-        draft.model.embed_tokens.weight,
+        draft.get_output_embeddings().weight,
         extra,
         {"hard": args.hard, "state": args.state},
     )
@@ -242,35 +196,42 @@ def tell(args, progress, parts, done, learning_rate):
 
 
 def train(args, draft, optimizer, shards, rows, progress):
-    """Epochs over the shards until the budget of time (pauses between runs do not count) or steps is spent."""
-    stop, clock, sums = Stop(), Clock(progress), {}
+    """Epochs over the shards until the budget of time (pauses between runs do not count) or steps is spent; whether it was."""
     draft.train()
-    while not stop.asked:
-        shards.refresh()
-        if not shards.index:
-            raise UserError("--data: no shard with a row to train on; make some with draft_training.data")
-        batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
-        for batch in batches[progress["batch"] :]:
-            done = max(progress["wall_s"] / 60 / args.minutes, progress["step"] / args.steps if args.steps else 0)
-            if stop.asked or done >= 1:
-                return done >= 1
-            learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
-            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + progress["step"])
-            parts, tokens = one_step(draft, optimizer, shards, batch, args, learning_rate, generator)
-            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
-            progress.update(
-                step=progress["step"] + 1,
-                batch=progress["batch"] + 1,
-                tokens=progress["tokens"] + tokens,
-                **clock.now(),
-            )
-            if progress["step"] % LOG_EVERY == 0:
-                tell(args, progress, sums, done, learning_rate)
-                sums = {}
-            if progress["step"] % args.check_every == 0:
-                report(args, draft, rows, progress)
-                save_state(args.out / "state.pt", draft, optimizer, progress)
-        progress.update(epoch=progress["epoch"] + 1, batch=0)
+    clock = Clock(progress)
+    with Stop() as stop:
+        while not stop.asked:
+            shards.refresh()
+            if not shards.index:
+                raise UserError("--data: no shard with a row to train on; make some with draft_training.data")
+            batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
+            if an_epoch(args, draft, optimizer, shards, batches[progress["batch"] :], rows, progress, clock, stop):
+                return True
+            if not stop.asked:
+                progress.update(epoch=progress["epoch"] + 1, batch=0)
+    return False
+
+
+def an_epoch(args, draft, optimizer, shards, batches, rows, progress, clock, stop):
+    """The batches of one epoch, as far as the budget goes; whether it is spent."""
+    sums = {}
+    for batch in batches:
+        done = max(progress["wall_s"] / 60 / args.minutes, progress["step"] / args.steps if args.steps else 0)
+        if stop.asked or done >= 1:
+            return done >= 1
+        learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + progress["step"])
+        parts, tokens = one_step(draft, optimizer, shards, batch, args, learning_rate, generator)
+        sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+        for name, more in (("step", 1), ("batch", 1), ("tokens", tokens)):
+            progress[name] += more
+        progress.update(clock.now())
+        if progress["step"] % LOG_EVERY == 0:
+            tell(args, progress, sums, done, learning_rate)
+            sums = {}
+        if progress["step"] % args.check_every == 0:
+            report(args, draft, rows, progress)
+            save_state(args.out / "state.pt", draft, optimizer, progress)
     return False
 
 
