@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_training.data import check_folder
 from draft_training.guard import kept_out_runs
+from draft_training.judge import agreement, held_out
 from draft_training.parallel import add_mask, by_place, chain_states
-from draft_training.prompts import KINDS, held_out_prompts
 from draft_training.shards import Shards
 from draft_training.teacher import Teacher
 from spec_common import Help, Parser, UserError, at_least, command, first_line, fraction
@@ -35,7 +35,6 @@ from spec_models.files import build_draft, read_draft, same_target, save_draft
 from spec_models.pairs import cut_layers
 
 CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
-HELD_OUT_TOKENS = 96  # greedy tokens a held-out prompt
 BETAS = (0.9, 0.95)  # AdamW: a shorter memory of the squares suits a few thousand steps
 CLIP = 1.0  # gradient norm: cut layers begin with large errors
 LOG_EVERY = 20  # steps between two lines of the log
@@ -44,7 +43,8 @@ LOG_EVERY = 20  # steps between two lines of the log
 def trainable(target, layers):
     """A copy of the target's `layers`, in order, with its embedding, final norm and (tied) head; the embedding is frozen."""
     draft = copy.deepcopy(cut_layers(target, layers)).float()
-    draft.model.embed_tokens.weight.requires_grad_(False)
+    draft.get_input_embeddings().weight.requires_grad_(False)
+    draft.get_output_embeddings().weight.requires_grad_(False)
     return draft
 
 
@@ -74,38 +74,6 @@ def grow(draft, layers, path):
                     last.zero_()
 
 
-def held_out(target, tokenizer, path):
-    """The fixed held-out set, made once: the target's greedy text (float32) for prompts that training never sees."""
-    if path.exists():
-        return json.loads(path.read_text())
-    print("writing the held-out texts, once (a minute or two, outside the budget) ...", file=sys.stderr, flush=True)
-    pairs, stop = held_out_prompts(tokenizer), tokenizer.eos_token_id
-    width = max(len(ids) for _, ids in pairs)
-    ids = torch.tensor([[stop] * (width - len(ids)) + ids for _, ids in pairs])
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in pairs])
-    out = target.generate(ids, attention_mask=mask, max_new_tokens=HELD_OUT_TOKENS, do_sample=False).tolist()
-    rows = []
-    for (kind, prompt), row in zip(pairs, out, strict=True):
-        text = row[width:]
-        rows.append(
-            {"kind": kind, "prompt": prompt, "continuation": text[: text.index(stop) + 1] if stop in text else text}
-        )
-    write_json(path, rows)
-    return rows
-
-
-@torch.inference_mode()
-def agreement(draft, rows):
-    """Share of the target's greedy tokens that are the draft's own choice over the full vocabulary, by kind: alpha."""
-    hits = {kind: [] for kind in KINDS}
-    for row in rows:
-        ids = torch.tensor([row["prompt"] + row["continuation"]])
-        logits = draft(ids[:, :-1], logits_to_keep=len(row["continuation"])).logits[0]
-        hits[row["kind"]] += (logits.argmax(-1) == torch.tensor(row["continuation"])).tolist()
-    table = {kind: sum(found) / max(1, len(found)) for kind, found in hits.items()}
-    return table | {"mean5": sum(table[kind] for kind in KINDS if kind != "chat") / (len(KINDS) - 1)}
-
-
 def distill_loss(states, teacher_states, top, embedding, extra, mix):
     """KL on the union of candidates + hard weight on the teacher's choice + distance of the last hidden states."""
     union, where = torch.unique(torch.cat([top[:, :CANDIDATES].flatten(), extra]), return_inverse=True)
@@ -133,12 +101,6 @@ def rate(done, peak, step, warm_steps, decay):
     return peak * min(1.0, (step + 1) / warm_steps, max(0.0, (1 - done) / decay))
 
 
-def write_json(path, data):
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(data, indent=1))
-    os.replace(partial, path)
-
-
 def save_state(path, draft, optimizer, progress):
     """Checkpoint of what trains, written beside and moved into place."""
     states = {
@@ -158,13 +120,28 @@ def load_state(path, draft, optimizer):
     return saved["progress"]
 
 
+class Clock:
+    """Seconds spent on training, by the wall and of this process's CPU, those of earlier runs included."""
+
+    def __init__(self, progress):
+        self.wall, self.cpu = progress["wall_s"] - time.monotonic(), progress["cpu_s"] - time.process_time()
+
+    def now(self):
+        return {"wall_s": self.wall + time.monotonic(), "cpu_s": self.cpu + time.process_time()}
+
+
 class Stop:
     """Ctrl-C or a polite kill ends the run after the step in hand, with a checkpoint."""
 
-    def __init__(self):
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.ask)
+    asked = False
+
+    def __enter__(self):
+        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def ask(self, *_):
         self.asked = True
@@ -183,7 +160,7 @@ def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
         states,
         teacher_states,
         top,
-        draft.model.embed_tokens.weight,
+        draft.get_output_embeddings().weight,
         extra,
         {"hard": args.hard, "state": args.state},
     )
@@ -215,9 +192,9 @@ def tell(args, progress, parts, done, learning_rate):
     """One line of progress with the time left, and its row in the log."""
     mean = {name: parts[name] / parts["weight"] for name in ("kl", "hard", "hit")}
     log(args.out / "log.jsonl", {"event": "train", **progress, "lr": learning_rate, **mean})
-    left = args.cpu_minutes * (1 - done)
+    left = args.minutes * (1 - done)
     print(
-        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} {progress['tokens'] / max(1e-9, progress['cpu_s']):.0f} tokens/s, {left:.1f} CPU min left ",
+        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} {progress['tokens'] / max(1e-9, progress['wall_s']):.0f} tokens/s, {left:.1f} min left ",
         end="",
         file=sys.stderr,
         flush=True,
@@ -225,35 +202,42 @@ def tell(args, progress, parts, done, learning_rate):
 
 
 def train(args, draft, optimizer, shards, rows, progress):
-    """Epochs over the shards until the budget of process CPU time (pauses do not count) or steps is spent."""
-    stop, begun, spent, sums = Stop(), time.process_time(), progress["cpu_s"], {}
+    """Epochs over the shards until the budget of time (pauses between runs do not count) or steps is spent; whether it was."""
     draft.train()
-    while not stop.asked:
-        shards.refresh()
-        if not shards.index:
-            raise UserError("--data: no shard with a row to train on; make some with draft_training.data")
-        batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
-        for batch in batches[progress["batch"] :]:
-            done = max(progress["cpu_s"] / 60 / args.cpu_minutes, progress["step"] / args.steps if args.steps else 0)
-            if stop.asked or done >= 1:
-                return done >= 1
-            learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
-            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + progress["step"])
-            parts, tokens = one_step(draft, optimizer, shards, batch, args, learning_rate, generator)
-            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
-            progress.update(
-                step=progress["step"] + 1,
-                batch=progress["batch"] + 1,
-                tokens=progress["tokens"] + tokens,
-                cpu_s=spent + time.process_time() - begun,
-            )
-            if progress["step"] % LOG_EVERY == 0:
-                tell(args, progress, sums, done, learning_rate)
-                sums = {}
-            if progress["step"] % args.check_every == 0:
-                report(args, draft, rows, progress)
-                save_state(args.out / "state.pt", draft, optimizer, progress)
-        progress.update(epoch=progress["epoch"] + 1, batch=0)
+    clock = Clock(progress)
+    with Stop() as stop:
+        while not stop.asked:
+            shards.refresh()
+            if not shards.index:
+                raise UserError("--data: no shard with a row to train on; make some with draft_training.data")
+            batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
+            if an_epoch(args, draft, optimizer, shards, batches[progress["batch"] :], rows, progress, clock, stop):
+                return True
+            if not stop.asked:
+                progress.update(epoch=progress["epoch"] + 1, batch=0)
+    return False
+
+
+def an_epoch(args, draft, optimizer, shards, batches, rows, progress, clock, stop):
+    """The batches of one epoch, as far as the budget goes; whether it is spent."""
+    sums = {}
+    for batch in batches:
+        done = max(progress["wall_s"] / 60 / args.minutes, progress["step"] / args.steps if args.steps else 0)
+        if stop.asked or done >= 1:
+            return done >= 1
+        learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + progress["step"])
+        parts, tokens = one_step(draft, optimizer, shards, batch, args, learning_rate, generator)
+        sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+        for name, more in (("step", 1), ("batch", 1), ("tokens", tokens)):
+            progress[name] += more
+        progress.update(clock.now())
+        if progress["step"] % LOG_EVERY == 0:
+            tell(args, progress, sums, done, learning_rate)
+            sums = {}
+        if progress["step"] % args.check_every == 0:
+            report(args, draft, rows, progress)
+            save_state(args.out / "state.pt", draft, optimizer, progress)
     return False
 
 
@@ -293,6 +277,9 @@ def parse_args(argv):
         help="begin from this trained draft; it may have fewer of the layers",
     )
     parser.add_argument(
+        "--prompts", type=pathlib.Path, metavar="FILE", help="the file of data.py: what it holds out of it is judged on"
+    )
+    parser.add_argument(
         "--keep-out",
         type=pathlib.Path,
         nargs="*",
@@ -301,7 +288,7 @@ def parse_args(argv):
         help=".jsonl files of prompts that the draft will be judged on: no row that shares 12 ids in a row is trained on",
     )
     parser.add_argument(
-        "--cpu-minutes", type=minutes, default=60, help="budget of process CPU time, earlier runs included"
+        "--minutes", type=minutes, default=60, help="budget of time, that of earlier runs (--resume) included"
     )
     parser.add_argument("--steps", type=at_least(0, 10**9), default=0, help="budget of steps; 0 is none")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
@@ -336,7 +323,7 @@ def prepare(args, draft):
     """The optimizer, and how far an earlier run came (an interrupted epoch is left: shards may have joined since)."""
     trained = [weights for weights in draft.parameters() if weights.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=BETAS, weight_decay=args.weight_decay, fused=True)
-    progress = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "cpu_s": 0.0}
+    progress = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "wall_s": 0.0, "cpu_s": 0.0}
     if args.resume and (args.out / "state.pt").exists():
         progress = load_state(args.out / "state.pt", draft, optimizer)
         progress.update(epoch=progress["epoch"] + 1, batch=0)
@@ -364,7 +351,7 @@ def main(argv=None):
     if max(layers) >= target.config.num_hidden_layers:
         raise UserError(f"--layers: the target has layers 0 to {target.config.num_hidden_layers - 1}")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    rows = held_out(target, tokenizer, args.data / "held_out.json")
+    rows = held_out(target, tokenizer, args.data / "held_out.json", args.prompts)
     draft = trainable(target, layers)
     if args.guesses > 1:
         add_mask(draft)
@@ -374,7 +361,7 @@ def main(argv=None):
     teacher = functools.partial(Teacher, args.target, torch.float32)
     reported = kept_out_runs(tokenizer, teacher, args.data / "kept_out.json", args.keep_out)
     shards = Shards(args.data, args.prompt_share, reported)
-    paths = ("target", "data", "out", "grow", "keep_out")
+    paths = ("target", "data", "out", "grow", "keep_out", "prompts")
     config = {name: value for name, value in vars(args).items() if name not in paths} | {
         "grown_from": args.grow and args.grow.name
     }

@@ -134,8 +134,8 @@ def test_held_out_prompts_share_no_seven_words_with_training(kind):
     [
         (["--layers", "0,9"], "--layers: the target has layers 0 to 2"),
         (["--layers", "0,0"], "--layers"),
-        (["--cpu-minutes", "0"], "--cpu-minutes"),
-        (["--cpu-minutes", "nan"], "--cpu-minutes"),
+        (["--minutes", "0"], "--minutes"),
+        (["--minutes", "nan"], "--minutes"),
         (["--batch-tokens", "-1"], "--batch-tokens"),
         (["--grow", "README.md"], "--grow README.md: "),
         ([], "--data: no shard with a row"),
