@@ -21,7 +21,7 @@ def guess(draft, mask, ids, k, cache):
     Afterwards the cache holds the known tokens and no mask."""
     known = draft.get_input_embeddings()(torch.tensor([ids]))
     rows = torch.cat([known, mask.to(known).expand(1, k - 1, -1)], dim=1)
-    logits = draft(inputs_embeds=rows, past_key_values=cache, logits_to_keep=k).logits[0]
+    logits = draft(inputs_embeds=rows, cache=cache, logits_to_keep=k).logits[0]
     if k > 1:
         cache.crop(1 - k)
     return logits
