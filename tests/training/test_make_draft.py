@@ -204,5 +204,5 @@ def test_the_cuts_that_are_tried_are_layers_of_the_target():
 
 def test_prediction_against_arithmetic():
     k, gain = prediction(0.8, 0.1)
-    assert gain == pytest.approx(max((1 - 0.8 ** (n + 1)) / 0.2 / (1 + 0.1 * n) for n in range(1, 9))) and k == 4
+    assert gain == pytest.approx(max((1 - 0.8 ** (n + 1)) / 0.2 / (1 + 0.1 * n) for n in range(1, 9))) and k == 6
     assert prediction(0.1, 0.5) == (0, 1.0)
