@@ -151,7 +151,7 @@ def main(argv=None) -> int:
         document["tokens_counted"] += earlier["tokens_counted"]
         document["ids"] = joined([seen, earlier["ids"]])
     args.out.write_text(json.dumps(document) + "\n")
-    print(f"{len(document['ids'])} ids, {len(seen)} of them among {counts.total()} tokens, in {args.out.name}")
+    print(f"{len(document['ids'])} ids of {document['tokens_counted']} tokens in {args.out.name}")
     for size in (1024, 2048, 4096, 8192, 16384):
         print(f"the first {size} are {sum(counts[token] for token in seen[:size]) / counts.total():.2%} of them")
     return 0
