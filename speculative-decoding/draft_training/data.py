@@ -1,8 +1,9 @@
 """Teacher data for a draft: the target's own continuations of many prompts, with what it thought at every position.
 
-A shard is one safetensors file: flat `ids`, the final normed hidden state of each position (float16; with the target's head, which
-the draft shares, it gives the teacher's logit of any id), the teacher's 16 best ids, row `lengths`, `prompt_lengths`, `kinds`.
-Most rows go through the chat template: prompts of a file, the target's own requests, several turns, long contexts.
+A shard is one safetensors file: flat `ids`, the final normed hidden state of each position (float16; with the target's
+head, which the draft shares, it gives the teacher's logit of any id), the teacher's 16 best ids, row `lengths`,
+`prompt_lengths`, `kinds`. Most rows go through the chat template: prompts of a file, the target's own requests,
+several turns, long contexts.
 
     python -m draft_training.data --target FOLDER --out data --prompts mine.jsonl --shards 20
 """
@@ -85,7 +86,8 @@ def continue_rows(teacher, prompts, new_tokens, starts, stop_id, generator=None)
 
 
 def shard_of(rows, prompt_lengths, kinds):
-    """Rows as the flat tensors of a shard. The last position of a row has a prediction, so the next id need not be in it."""
+    """Rows as the flat tensors of a shard. The last position of a row has a prediction, so the next id need not be in
+    it."""
     ids, hidden, best = ([row[i] for row in rows] for i in range(3))
     return {
         "ids": torch.cat(ids).to(torch.int32),
@@ -130,7 +132,10 @@ def batches_of(jobs, new_tokens):
 def make_shard(teacher, tokenizer, path, seed, rows, new_tokens, texts=(), chat=CHAT):
     """One shard of about `rows` rows over all kinds, `chat` of them through the template."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = {kind: training_prompts(tokenizer, kind, round(rows * (1 - chat) * share), seed) for kind, share in SHARES.items()}
+    prompts = {
+        kind: training_prompts(tokenizer, kind, round(rows * (1 - chat) * share), seed)
+        for kind, share in SHARES.items()
+    }
     prompts["chat"] = chat_prompts(teacher, tokenizer, round(rows * chat), seed, texts, generator) if chat else []
     jobs = [(ids, number) for number, kind in enumerate(KINDS) for ids in prompts[kind]]
     done, order = [], []
@@ -157,7 +162,9 @@ def training_prompts_of(path):
 def check_folder(name):
     """Raises UserError where no model is in that folder."""
     if not (pathlib.Path(name) / "config.json").exists():
-        raise UserError(f"--target {name}: no folder of a model; python -m spec_models.embedded prints the embedded target's")
+        raise UserError(
+            f"--target {name}: no folder of a model; python -m spec_models.embedded prints the embedded target's"
+        )
 
 
 def make_shards(teacher, tokenizer, args, texts):
@@ -179,9 +186,14 @@ def parse_args(argv):
         "--out", required=True, type=pathlib.Path, help="folder for the shards; those that are there are kept"
     )
     parser.add_argument(
-        "--prompts", type=pathlib.Path, metavar="FILE", help='.jsonl of {"kind", "prompt"}; without it the target asks itself'
+        "--prompts",
+        type=pathlib.Path,
+        metavar="FILE",
+        help='.jsonl of {"kind", "prompt"}; without it the target asks itself',
     )
-    parser.add_argument("--chat", type=fraction, default=CHAT, help="share of the rows that go through the chat template")
+    parser.add_argument(
+        "--chat", type=fraction, default=CHAT, help="share of the rows that go through the chat template"
+    )
     parser.add_argument("--first", type=at_least(0), default=0, help="number of the first shard")
     parser.add_argument("--shards", type=at_least(1), default=20, help="shards wanted from there on")
     parser.add_argument("--rows", type=at_least(1), default=512, help="rows a shard")

@@ -1,8 +1,9 @@
-"""What no draft may be trained on: the texts that acceptance is reported on, and what the target itself writes after them.
+"""What no draft may be trained on: the texts that acceptance is reported on, and what the target itself writes after
+them.
 
-Alpha is measured on the continuations, so a training row that shares a dozen ids in a row with one would be an answer learnt by
-heart. Kept out are the five workloads, the grounded prompts, the held-out prompts and every prompt of the files that the caller
-names (`--keep-out FILE.jsonl`), each with the target's greedy text after it.
+Alpha is measured on the continuations, so a training row that shares a dozen ids in a row with one would be an answer
+learnt by heart. Kept out are the five workloads, the grounded prompts, the held-out prompts and every prompt of the
+files that the caller names (`--keep-out FILE.jsonl`), each with the target's greedy text after it.
 """
 
 import hashlib
@@ -31,7 +32,9 @@ def read_turns(path):
         records = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise UserError(f"--keep-out {path.name}: {getattr(error, 'strerror', None) or error}") from error
-    turns = [one.get("turns") or one.get("prompt") or one.get("text") if isinstance(one, dict) else one for one in records]
+    turns = [
+        one.get("turns") or one.get("prompt") or one.get("text") if isinstance(one, dict) else one for one in records
+    ]
     if not records or not all(turns):
         raise UserError(f"--keep-out {path.name}: every line needs turns, prompt or text; give a .jsonl of prompts")
     return [[one] if isinstance(one, str) else one for one in turns]
@@ -72,8 +75,8 @@ def continuations(teacher, prompts, stop_id, path):
 
 
 def kept_out_runs(tokenizer, teacher, path, files=(), longest=1024):
-    """The runs that no training row may hold: of every reported prompt as it is read (without the template, whose ids every
-    row shares), and of the target's text after it. Prompts over `longest` ids are guarded, not continued."""
+    """The runs that no training row may hold: of every reported prompt as it is read (without the template, whose ids
+    every row shares), and of the target's text after it. Prompts over `longest` ids are guarded, not continued."""
     texts = reported_texts(files)
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in texts]
     asked = [ids for text, chat in texts if len(ids := as_ids(tokenizer, text, chat)) <= longest]

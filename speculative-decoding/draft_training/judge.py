@@ -20,7 +20,8 @@ def write_json(path, data):
 
 
 def own_held_out(tokenizer, path):
-    """(kind, ids) of the prompts of a file that are kept from training, a few of each of its kinds, through the template."""
+    """(kind, ids) of the prompts of a file that are kept from training, a few of each of its kinds, through the
+    template."""
     found = {}
     for kind, text in read_prompts(path):
         if is_held_out(text) and len(ids := templated(tokenizer, [text])) <= LONGEST_HELD_OUT:

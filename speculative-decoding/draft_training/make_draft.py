@@ -1,8 +1,8 @@
 """A draft for your own model: its own layers, trained on what it writes after your prompts, in one command.
 
-The target goes on with your prompts (or with requests of its own), a few of its layers learn to foresee it, and what comes out is
-a plain model folder that `--draft`, `generate(assistant_model=)` and other engines take. Everything on the way is kept in a folder
-beside it, so a run that was stopped goes on with --resume.
+The target goes on with your prompts (or with requests of its own), a few of its layers learn to foresee it, and what
+comes out is a plain model folder that `--draft`, `generate(assistant_model=)` and other engines take. Everything on
+the way is kept in a folder beside it, so a run that was stopped goes on with --resume.
 
     python -m draft_training.make_draft --target FOLDER --prompts mine.jsonl --hours 2 --out my-draft
 """
@@ -27,9 +27,15 @@ from draft_training.teacher import TOP, Teacher
 from spec_common import Help, Parser, UserError, at_least, command, say, timed
 from spec_models.load import load
 
-CUTTABLE = ("llama", "qwen2", "qwen3")  # what the fast teacher computes; Mistral is a Llama where its window is not used
+CUTTABLE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+)  # what the fast teacher computes; Mistral is a Llama where its window is not used
 DATA_SHARE, TRIAL_SHARE = 0.45, 0.05  # of the hours: writing data, trying layers; the rest trains
-COPYING = 0.78  # how far up the target sits a layer that looks at what followed an earlier occurrence: 23 of 30 in SmolLM2
+COPYING = (
+    0.78  # how far up the target sits a layer that looks at what followed an earlier occurrence: 23 of 30 in SmolLM2
+)
 PASSES = 15  # timed passes of one token
 
 
@@ -38,10 +44,14 @@ def load_target(name):
     loaded = load(name, "--target", torch.device("cpu"), torch.float32)
     model, config = loaded.model, loaded.model.config
     if config.model_type not in CUTTABLE:
-        raise UserError(f"--target {name}: a '{config.model_type}' cannot be cut here; give one of {', '.join(CUTTABLE)}")
+        raise UserError(
+            f"--target {name}: a '{config.model_type}' cannot be cut here; give one of {', '.join(CUTTABLE)}"
+        )
     first = model.model.layers[0]
     if first.self_attn.o_proj.bias is not None or first.mlp.down_proj.bias is not None:
-        raise UserError(f"--target {name}: its output projections have biases, which the teacher lacks; give another model")
+        raise UserError(
+            f"--target {name}: its output projections have biases, which the teacher lacks; give another model"
+        )
     if config.num_hidden_layers < 2:
         raise UserError(f"--target {name}: it has one layer, so no part of it is cheaper; give a deeper model")
     if not loaded.tokenizer.chat_template:
@@ -57,14 +67,16 @@ def check_room_on_disk(args, model):
     free = shutil.disk_usage(next(folder for folder in args.out.absolute().parents if folder.exists())).free
     if needed > free:
         raise UserError(
-            f"--out {args.out.name}: {needed / 1e9:.1f} GB are needed there and {free / 1e9:.1f} free; lower --tokens or name another place"
+            f"--out {args.out.name}: {needed / 1e9:.1f} GB are needed there and {free / 1e9:.1f} free; "
+            "lower --tokens or name another place"
         )
 
 
 def candidates(layers):
-    """The cuts that are tried: two early layers and a late one, which may be the one that copies. Lists of layer numbers."""
-    late = sorted({round(COPYING * layers), layers - 1, round(0.9 * layers)} - {0, 1})
-    return [[0, 1, layer] for layer in late if layer < layers] or [[0]]
+    """The cuts that are tried: two early layers and a late one, which may be the one that copies. Lists of layer
+    numbers."""
+    late = sorted({min(layers - 1, round(share * layers)) for share in (COPYING, 0.9, 1)})
+    return [[0, 1, layer] for layer in late] if layers > 3 else [[0]]
 
 
 # ------------------------------------------------------------------------------------------------------------ stages
@@ -84,7 +96,9 @@ class Work:
         self.state = json.loads(self.path.read_text()) if self.path.exists() else {"settings": settings, "data_s": 0.0}
         if self.state["settings"] != settings:
             differing = next(name for name in settings if settings[name] != self.state["settings"].get(name))
-            raise UserError(f"--resume: --{differing.replace('_', '-')} was another; give it as before, or name a new --out")
+            raise UserError(
+                f"--resume: --{differing.replace('_', '-')} was another; give it as before, or name a new --out"
+            )
         self.data.mkdir(parents=True, exist_ok=True)
 
     def keep(self, **more):
@@ -98,16 +112,27 @@ def write_data(args, work, target, tokenizer, texts):
     tokens = work.state.get("tokens", 0)
     while number == 0 or (work.state["data_s"] < budget and tokens < args.tokens):
         teacher, begun = teacher or Teacher(target), time.monotonic()
-        tokens += make_shard(teacher, tokenizer, work.data / f"shard-{number:04d}.safetensors", number, args.rows, args.new_tokens, texts)
+        tokens += make_shard(
+            teacher, tokenizer, work.data / f"shard-{number:04d}.safetensors", number, args.rows, args.new_tokens, texts
+        )
         number += 1
         work.keep(data_s=work.state["data_s"] + time.monotonic() - begun, shards=number, tokens=tokens)
         left = max(0.0, min(budget - work.state["data_s"], work.state["data_s"] * (args.tokens / tokens - 1))) / 60
-        say(f"data: {tokens} tokens in {number} shards, {tokens / work.state['data_s']:.0f} a second, {left:.1f} minutes left")
+        say(
+            f"data: {tokens} tokens in {number} shards, {tokens / work.state['data_s']:.0f} a second, {left:.1f} minutes left"
+        )
 
 
 def options(args, work, out, minutes, layers):
     """The options of train.py for one run."""
-    given = {"target": "-", "data": work.data, "out": out, "minutes": minutes, "threads": args.threads, "seed": args.seed}
+    given = {
+        "target": "-",
+        "data": work.data,
+        "out": out,
+        "minutes": minutes,
+        "threads": args.threads,
+        "seed": args.seed,
+    }
     out.mkdir(parents=True, exist_ok=True)
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return training.parse_args([*words, "--layers", ",".join(map(str, layers)), "--resume"])
@@ -132,7 +157,9 @@ def choose_layers(args, work, target, shards, rows):
     minutes, table = TRIAL_SHARE * args.hours * 60 / len(tried), {}
     for layers in tried if len(tried) > 1 else []:
         name = ",".join(map(str, layers))
-        draft, _ = fit(options(args, work, work.folder / f"trial-{name}", minutes, layers), target, layers, shards, rows)
+        draft, _ = fit(
+            options(args, work, work.folder / f"trial-{name}", minutes, layers), target, layers, shards, rows
+        )
         table[name] = statistics.mean(agreement(draft, rows).values())
         say(f"\ntrial of layers {name}: {table[name]:.3f} of the held-out tokens agree")
     chosen = max(tried, key=lambda layers: table.get(",".join(map(str, layers)), 0))
@@ -155,7 +182,8 @@ def pass_seconds(model):
 
 
 def prediction(share, cost, most=8):
-    """(k, speedup) where `share` of the guesses is right and a draft pass costs `cost` target passes; k 0 where none pays."""
+    """(k, speedup) where `share` of the guesses is right and a draft pass costs `cost` target passes; k 0 where none
+    pays."""
     gains = {k: sum(share**n for n in range(k + 1)) / (1 + k * cost) for k in range(1, most + 1)}
     best = max(gains, key=gains.get)
     return (best, gains[best]) if gains[best] > 1 else (0, 1.0)
@@ -196,22 +224,27 @@ def facts_of(args, work, target, draft, layers, progress, rows, shards):
     }
 
 
-def hours(text):
-    """A type for argparse: hours, a number above 0."""
-    return training.minutes(text)
-
-
 def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--target", required=True, help="hub id, folder or .gguf of a Llama, Qwen2 or Qwen3 with a chat template")
+    parser.add_argument(
+        "--target", required=True, help="hub id, folder or .gguf of a Llama, Qwen2 or Qwen3 with a chat template"
+    )
     parser.add_argument("--out", required=True, type=Path, help="the draft's folder to make")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help='.jsonl of {"prompt"}; without it the target asks itself')
-    parser.add_argument("--keep-out", type=Path, nargs="*", default=[], metavar="FILE", help=".jsonl of prompts to judge on later")
-    parser.add_argument("--hours", type=hours, default=2.0, help="of time in all, pauses not counted")
-    parser.add_argument("--layers", type=training.layer_list, help="layers of the target to keep; by default a short trial chooses")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='.jsonl of {"prompt"}; without it the target asks itself'
+    )
+    parser.add_argument(
+        "--keep-out", type=Path, nargs="*", default=[], metavar="FILE", help=".jsonl of prompts to judge on later"
+    )
+    parser.add_argument("--hours", type=training.minutes, default=2.0, help="of time in all, pauses not counted")
+    parser.add_argument(
+        "--layers", type=training.layer_list, help="layers of the target to keep; by default a short trial chooses"
+    )
     parser.add_argument("--tokens", type=at_least(1, 10**9), default=2_000_000, help="most tokens of data")
     parser.add_argument("--rows", type=at_least(8), default=512, help="rows a shard of data")
-    parser.add_argument("--new-tokens", type=at_least(4), default=64, help="tokens that the target writes after a prompt")
+    parser.add_argument(
+        "--new-tokens", type=at_least(4), default=64, help="tokens that the target writes after a prompt"
+    )
     parser.add_argument("--threads", type=at_least(1, 1024), default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--seed", type=at_least(0, 10**6), default=0, help="of the order of rows")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")

@@ -1,7 +1,7 @@
 """What a user would ask: prompts from a file, requests that the target writes itself, several turns, long contexts.
 
-An instruct model given only the opening of a user's turn goes on with a user's request (Magpie, arXiv 2406.08464), so a model
-needs nobody's data to practise on. All of it goes through the chat template, as an instruct model is used.
+An instruct model given only the opening of a user's turn goes on with a user's request (Magpie, arXiv 2406.08464), so
+a model needs nobody's data to practise on. All of it goes through the chat template, as an instruct model is used.
 """
 
 import hashlib
@@ -13,10 +13,31 @@ HELD_OUT_SHARE = 20  # one in so many prompts of the user's own is judged on, ne
 LONGEST_PROMPT = 1000  # ids; what is longer is left out
 OWN_IDS = 80  # ids that a request of the target's own may have
 FEWEST_WORDS = 4
-CODE_ASKS = ("Complete the following code:\n", "Finish this function:\n\n", "Write the body of this function.\n\n", "What does this code do?\n\n")
-FOLLOW_UPS = """Rewrite your previous response in fewer words.|Explain that to a child.|Can you give an example?|Why?|Go on.|Now do the same as a list.
-Say it more politely.|What are the drawbacks?|Summarise your answer in one sentence.|Give two more.|Translate your answer into French.|Are you sure? Check it.
-Turn it into a short poem.|What should I do first?|How does that compare with the alternatives?|Write it as an email.|Put it into a table.""".replace("\n", "|").split("|")
+CODE_ASKS = (
+    "Complete the following code:\n",
+    "Finish this function:\n\n",
+    "Write the body of this function.\n\n",
+    "What does this code do?\n\n",
+)
+FOLLOW_UPS = (
+    "Rewrite your previous response in fewer words.",
+    "Explain that to a child.",
+    "Can you give an example?",
+    "Why?",
+    "Go on.",
+    "Now do the same as a list.",
+    "Say it more politely.",
+    "What are the drawbacks?",
+    "Summarise your answer in one sentence.",
+    "Give two more.",
+    "Translate your answer into French.",
+    "Are you sure? Check it.",
+    "Turn it into a short poem.",
+    "What should I do first?",
+    "How does that compare with the alternatives?",
+    "Write it as an email.",
+    "Put it into a table.",
+)
 LONG_ASKS = (
     "Summarize the following text:\n{text}",
     "{text}\n\nWrite a summary of the text above.",
@@ -34,7 +55,9 @@ def read_prompts(path, flag="--prompts"):
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise UserError(f"{flag} {path.name}: {getattr(error, 'strerror', None) or error}; give a .jsonl of prompts") from error
+        raise UserError(
+            f"{flag} {path.name}: {getattr(error, 'strerror', None) or error}; give a .jsonl of prompts"
+        ) from error
     found = {}
     for number, one in enumerate(records, 1):
         text = one.get("prompt") if isinstance(one, dict) else one
@@ -73,9 +96,12 @@ def long_request(texts, rng):
 
 
 def opening(tokenizer):
-    """Ids of the template up to where a user begins to write. Raises UserError where the template is of another kind."""
+    """Ids of the template up to where a user begins to write. Raises UserError where the template is of another
+    kind."""
     mark = "ZQXJ"
-    before, found, _ = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False).partition(mark)
+    before, found, _ = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False).partition(
+        mark
+    )
     if not found:
         raise UserError("--target: its chat template drops the user's text; give prompts with --prompts FILE.jsonl")
     return tokenizer(before, add_special_tokens=False)["input_ids"]
@@ -89,8 +115,8 @@ def is_request(text):
 
 
 def own_requests(teacher, tokenizer, count, generator):
-    """Requests that the target writes after the opening of a user's turn, sampled from its best 16 ids at temperature 1; about two in three
-    attempts are left: what did not end, is short, doubled or repeats itself is dropped."""
+    """Requests that the target writes after the opening of a user's turn, sampled from its best 16 ids at temperature
+    1; about two in three attempts are left: what did not end, is short, doubled or repeats itself is dropped."""
     from draft_training.data import continue_rows  # data.py builds on this file
 
     begun, stop = opening(tokenizer), tokenizer.eos_token_id
@@ -104,7 +130,8 @@ def own_requests(teacher, tokenizer, count, generator):
 
 
 def conversations(teacher, tokenizer, requests, rng, new_tokens=64):
-    """The second turns of conversations that begin with `requests`, and third turns of a part: the target answers between."""
+    """The second turns of conversations that begin with `requests`, and third turns of a part: the target answers
+    between."""
     rows = answered(teacher, tokenizer, [templated(tokenizer, [request]) for request in requests], new_tokens)
     turns = [[request, row, rng.choice(FOLLOW_UPS)] for request, row in zip(requests, rows, strict=True)]
     longer = turns[: len(turns) // 3]

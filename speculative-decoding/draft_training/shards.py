@@ -12,7 +12,8 @@ class Shards:
     """All rows of the cached teacher outputs, served in batches of like length that hold about `budget` tokens.
 
     A row that shares a run with `reported` is left out: nothing that a figure is reported on is learnt by heart.
-    `prompt_share`: the share of a prompt's positions that is learnt from, drawn anew each time; a continued one always is.
+    `prompt_share`: the share of a prompt's positions that is learnt from, drawn anew each time; a continued one always
+    is.
     """
 
     def __init__(self, folder, prompt_share, reported=frozenset()):
@@ -35,7 +36,8 @@ class Shards:
             self.seen.add(path)
 
     def epoch(self, seed, budget):
-        """Lists of rows: shuffled, sorted by length inside large pools (little padding), then batches shuffled again."""
+        """Lists of rows: shuffled, sorted by length inside large pools (little padding), then batches shuffled
+        again."""
         rng, rows = random.Random(seed), list(self.index)
         rng.shuffle(rows)
         batches = []

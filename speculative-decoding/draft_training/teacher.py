@@ -1,5 +1,6 @@
-"""The target as a fast writer of long batches on a CPU: merged half-precision matrices, a float32 residual stream, grouped
-queries over one preallocated cache. Llama, Qwen2 and Qwen3 alike: biases and query/key norms are used where they are.
+"""The target as a fast writer of long batches on a CPU: merged half-precision matrices, a float32 residual stream,
+grouped queries over one preallocated cache. Llama, Qwen2 and Qwen3 alike: biases and query/key norms are used where
+they are.
 
 Its decode is bound by reading keys and values: batched matrix products, packed linear layers and huge pages were tried
 and gave nothing that could be told from noise.
@@ -17,7 +18,11 @@ class Teacher:
     """The target (a loaded model, or its folder) with merged half-precision matrices, for large batches on a CPU."""
 
     def __init__(self, target, dtype=torch.bfloat16):
-        model = target if isinstance(target, torch.nn.Module) else AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        model = (
+            target
+            if isinstance(target, torch.nn.Module)
+            else AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        )
         self.config, self.dtype = model.config, dtype
         self.eps, self.rotary = model.config.rms_norm_eps, model.model.rotary_emb
         self.size = model.model.layers[0].self_attn.head_dim
@@ -50,7 +55,8 @@ class Teacher:
         return [[torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)] for _ in self.layers]
 
     def _mask(self, start, end, pad):
-        """0 where a query may look, -inf elsewhere: the past, without the padding on a row's left (a padding query sees itself)."""
+        """0 where a query may look, -inf elsewhere: the past, without the padding on a row's left (a padding query
+        sees itself)."""
         keys, queries = torch.arange(end)[None, None], torch.arange(start, end)[None, :, None]
         seen = (keys <= queries) & ((keys >= pad[:, None, None]) | (keys == queries))
         group = self.config.num_attention_heads // self.config.num_key_value_heads
@@ -68,7 +74,9 @@ class Teacher:
         )
         qk = mixed[:, : heads + kv_heads].float()
         if layer["norm_q"] is not None:
-            qk = torch.cat((self._normed(qk[:, :heads], layer["norm_q"]), self._normed(qk[:, heads:], layer["norm_k"])), 1)
+            qk = torch.cat(
+                (self._normed(qk[:, :heads], layer["norm_q"]), self._normed(qk[:, heads:], layer["norm_k"])), 1
+            )
         half = torch.cat((-qk[..., size // 2 :], qk[..., : size // 2]), dim=-1)
         qk = (qk * cos + half * sin).to(self.dtype)
         kept[0][:, :, start : start + n] = qk[:, heads:]
@@ -82,12 +90,17 @@ class Teacher:
         return F.linear(out, layer["out"])
 
     def hidden(self, ids, cache, start, pad):
-        """Normed final hidden states of `ids` (rows, n), whose first column is cache position `start`; `pad` left pads a row.
-        A few rows at a time: temporaries of more than some megabytes cost more to allocate than to compute."""
+        """Normed final hidden states of `ids` (rows, n), whose first column is cache position `start`; `pad` left pads
+        a row. A few rows at a time: temporaries of more than some megabytes cost more to allocate than to compute."""
         rows = max(1, AT_ONCE // ids.shape[1])
         return torch.cat(
             [
-                self._hidden(ids[at : at + rows], [[part[at : at + rows] for part in kept] for kept in cache], start, pad[at : at + rows])
+                self._hidden(
+                    ids[at : at + rows],
+                    [[part[at : at + rows] for part in kept] for kept in cache],
+                    start,
+                    pad[at : at + rows],
+                )
                 for at in range(0, len(ids), rows)
             ]
         )

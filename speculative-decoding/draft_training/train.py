@@ -1,8 +1,10 @@
-"""A few of the target's own layers, distilled on what the target itself writes, agree with its greedy text often enough to draft for it.
+"""A few of the target's own layers, distilled on what the target itself writes, agree with its greedy text often
+enough to draft for it.
 
-The draft keeps the target's embedding, head and tokenizer (frozen and shared) and trains only its layers and the final norm, so its
-file is small and any tool can load it once it is unpacked. It learns from cached teacher shards (data.py makes them): soft
-targets over the candidates that occur in the batch, the teacher's own choice as a hard target, and its last hidden state.
+The draft keeps the target's embedding, head and tokenizer (frozen and shared) and trains only its layers and the final
+norm, so its file is small and any tool can load it once it is unpacked. It learns from cached teacher shards (data.py
+makes them): soft targets over the candidates that occur in the batch, the teacher's own choice as a hard target, and
+its last hidden state.
 
     python -m draft_training.data --target FOLDER --out data
     python -m draft_training.train --target FOLDER --data data --out draft --layers 0,1,23
@@ -41,7 +43,8 @@ LOG_EVERY = 20  # steps between two lines of the log
 
 
 def trainable(target, layers):
-    """A copy of the target's `layers`, in order, with its embedding, final norm and (tied) head; the embedding is frozen."""
+    """A copy of the target's `layers`, in order, with its embedding, final norm and (tied) head; the embedding is
+    frozen."""
     draft = copy.deepcopy(cut_layers(target, layers)).float()
     draft.get_input_embeddings().weight.requires_grad_(False)
     draft.get_output_embeddings().weight.requires_grad_(False)
@@ -49,8 +52,9 @@ def trainable(target, layers):
 
 
 def grow(draft, layers, path):
-    """Begin from a trained draft: its layers and norm as they are, a layer that it lacks writing nothing at first, so that
-    the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016). Raises UserError."""
+    """Begin from a trained draft: its layers and norm as they are, a layer that it lacks writing nothing at first, so
+    that the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016). Raises
+    UserError."""
     try:
         states, metadata = read_draft(path)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
@@ -192,9 +196,10 @@ def tell(args, progress, parts, done, learning_rate):
     """One line of progress with the time left, and its row in the log."""
     mean = {name: parts[name] / parts["weight"] for name in ("kl", "hard", "hit")}
     log(args.out / "log.jsonl", {"event": "train", **progress, "lr": learning_rate, **mean})
-    left = args.minutes * (1 - done)
+    left, pace = args.minutes * (1 - done), progress["tokens"] / max(1e-9, progress["wall_s"])
     print(
-        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} {progress['tokens'] / max(1e-9, progress['wall_s']):.0f} tokens/s, {left:.1f} min left ",
+        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} "
+        f"{pace:.0f} tokens/s, {left:.1f} min left ",
         end="",
         file=sys.stderr,
         flush=True,
@@ -202,7 +207,8 @@ def tell(args, progress, parts, done, learning_rate):
 
 
 def train(args, draft, optimizer, shards, rows, progress):
-    """Epochs over the shards until the budget of time (pauses between runs do not count) or steps is spent; whether it was."""
+    """Epochs over the shards until the budget of time (pauses between runs do not count) or steps is spent; whether it
+    was."""
     draft.train()
     clock = Clock(progress)
     with Stop() as stop:
@@ -331,7 +337,8 @@ def prepare(args, draft):
 
 
 def export(args, draft, target, layers, rows, card):
-    """Write the draft file; its card says what the int8 file itself agrees with, so it is written, read back, judged and written again."""
+    """Write the draft file; its card says what the int8 file itself agrees with, so it is written, read back, judged
+    and written again."""
     path = args.out / "draft.safetensors"
     save_draft(path, draft, target, layers, card)
     table = agreement(build_draft(path, target), rows)
@@ -365,7 +372,10 @@ def main(argv=None):
     config = {name: value for name, value in vars(args).items() if name not in paths} | {
         "grown_from": args.grow and args.grow.name
     }
-    log(args.out / "log.jsonl", {"event": "start", "config": config, "data_tokens": shards.tokens, "left_out": shards.left_out})
+    log(
+        args.out / "log.jsonl",
+        {"event": "start", "config": config, "data_tokens": shards.tokens, "left_out": shards.left_out},
+    )
     if not progress["step"]:
         report(args, draft, rows, progress)
     finished = train(args, draft, optimizer, shards, rows, progress)

@@ -75,7 +75,9 @@ def test_a_prompt_counts_as_asked_and_a_continuation_always(rows, tmp_path):
     save_file(shard_of(done, [len(prompt) for prompt in prompts], [0, 1, 2]), tmp_path / "shard-0.safetensors")
     shards = Shards(tmp_path, 0.0)
     ids, place, *_ = shards.tensors([shards.index[1]])
-    assert place.tolist() == list(range(len(prompts[1]) - 1, len(done[1][0]))), "the last prompt id foretells the first new one"
+    assert place.tolist() == list(range(len(prompts[1]) - 1, len(done[1][0]))), (
+        "the last prompt id foretells the first new one"
+    )
     shards.prompt_share, drawn = 0.3, 0
     for seed in range(100):
         drawn += len(shards.tensors([shards.index[1]], torch.Generator().manual_seed(seed))[1]) - len(place)
