@@ -6,6 +6,8 @@ after every real token, so the first guess is exactly the ordinary draft's.
 
 Training sees many such passes over one text at once. A row is (anchor, depth): the last real token that it knows and how many masks
 stand after that; it speaks of the token at anchor + depth + 1. Depth 0 is the ordinary draft.
+
+    python -m draft_training.train --target FOLDER --data data --out draft-p --grow draft-s.safetensors --guesses 5
 """
 
 import torch
@@ -37,7 +39,8 @@ def thinned(places, lengths, depths, generator=None):
         parts = []
         for depth in range(1, depths):
             share = max(KEPT**depth, LEAST)
-            anchors = (places[text, : max(0, length - depth)] & (drawn[text, : max(0, length - depth)] < share)).nonzero()[:, 0]
+            span = slice(0, max(0, length - depth))
+            anchors = (places[text, span] & (drawn[text, span] < share)).nonzero()[:, 0]
             parts.append(torch.stack([anchors, torch.full_like(anchors, depth)]))
         rows.append(torch.cat(parts, dim=1) if parts else torch.zeros(2, 0, dtype=torch.long))
     width = max(row.shape[1] for row in rows)
@@ -101,8 +104,8 @@ def hits(draft, row, guesses):
     text, first, count = row["prompt"] + row["continuation"], len(row["prompt"]) - 1, len(row["continuation"])
     ids = torch.tensor([text[:-1]])
     anchors, depths = thinned(torch.arange(len(text) - 1)[None] >= first, [len(text) - 1], guesses)
-    states = rows_of(draft, draft.mask, ids, anchors, depths)
-    spoken = draft.get_output_embeddings()(torch.cat([states[:, first : len(text) - 1], states[:, len(text) - 1 :]], dim=1))[0].argmax(-1)
+    states = rows_of(draft, draft.mask, ids, anchors, depths)[0, first:]
+    spoken = draft.get_output_embeddings()(states).argmax(-1)
     anchor = torch.cat([torch.arange(first, len(text) - 1), anchors[0]])
     depth = torch.cat([torch.zeros(count, dtype=torch.long), depths[0]])
     right = torch.zeros(count, guesses, dtype=torch.bool)

@@ -117,7 +117,7 @@ def build_draft(path, target):
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"{path}: missing {missing}, unexpected {unexpected}")
     draft.tie_weights()
-    if mask is not None:  # what it reads in place of a token that it guesses in the same pass; see draft_training/parallel.py
+    if mask is not None:  # read in place of a token that is guessed in the same pass: draft_training/parallel.py
         draft.mask = torch.nn.Parameter(mask, requires_grad=False)
     return draft.eval()
 

@@ -121,7 +121,11 @@ def test_a_mask_is_kept_to_the_bit_and_becomes_the_embedding_of_a_spare_token(ta
     built = build_draft(tmp_path / "draft.safetensors", target)
     assert torch.equal(built.mask, draft.mask)
     tokens = SimpleNamespace(
-        all_special_ids=[1], bos_token_id=None, eos_token_id=94, pad_token_id=0, added_tokens_decoder={1: "", 93: "", 94: ""}
+        all_special_ids=[1],
+        bos_token_id=None,
+        eos_token_id=94,
+        pad_token_id=0,
+        added_tokens_decoder={1: "", 93: "", 94: ""},
     )
     tokens.save_pretrained = lambda folder: None
     model = AutoModelForCausalLM.from_pretrained(
