@@ -104,7 +104,7 @@ def chat_prompts(teacher, tokenizer, count, seed, texts, generator):
     requests, second and third turns, long contexts. Without a file the target's own stand in."""
     rng, shares = random.Random(seed), CHAT_SHARES if texts else OWN_SHARES
     wanted = {name: round(count * share) for name, share in shares.items()}
-    attempts = round((wanted["own"] + (0 if texts else wanted["turns"])) * 1.7)
+    attempts = round((wanted["own"] + (0 if texts else wanted["turns"])) * 1.3)
     own = own_requests(teacher, tokenizer, attempts, generator) if attempts else []
     first = seed * (wanted["file"] + wanted["turns"])
     taken = [texts[(first + at) % len(texts)] for at in range(wanted["file"] + wanted["turns"])] if texts else []

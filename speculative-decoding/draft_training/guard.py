@@ -74,10 +74,12 @@ def continuations(teacher, prompts, stop_id, path):
     return texts
 
 
-def kept_out_runs(tokenizer, teacher, path, files=(), longest=1024):
+def kept_out_runs(tokenizer, teacher, path, files=(), said=(), longest=1024):
     """The runs that no training row may hold: of every reported prompt as it is read (without the template, whose ids
-    every row shares), and of the target's text after it. Prompts over `longest` ids are guarded, not continued."""
+    every row shares), of the target's text after it, and of `said`, its text after what is held out (lists of ids).
+    Prompts over `longest` ids are guarded, not continued."""
     texts = reported_texts(files)
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in texts]
     asked = [ids for text, chat in texts if len(ids := as_ids(tokenizer, text, chat)) <= longest]
-    return set().union(*map(runs, plain), *map(runs, continuations(teacher, asked, tokenizer.eos_token_id, path)))
+    written = continuations(teacher, asked, tokenizer.eos_token_id, path)
+    return set().union(*(runs(ids) for ids in [*plain, *written, *said]))

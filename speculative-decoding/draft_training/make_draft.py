@@ -7,6 +7,7 @@ the way is kept in a folder beside it, so a run that was stopped goes on with --
     python -m draft_training.make_draft --target FOLDER --prompts mine.jsonl --hours 2 --out my-draft
 """
 
+import functools
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ DATA_SHARE, TRIAL_SHARE = 0.45, 0.05  # of the hours: writing data, trying layer
 COPYING = (
     0.78  # how far up the target sits a layer that looks at what followed an earlier occurrence: 23 of 30 in SmolLM2
 )
+PROMPT_SHARE = 0.3  # of the positions inside prompts that are learnt from
 PASSES = 15  # timed passes of one token
 
 
@@ -119,7 +121,8 @@ def write_data(args, work, target, tokenizer, texts):
         work.keep(data_s=work.state["data_s"] + time.monotonic() - begun, shards=number, tokens=tokens)
         left = max(0.0, min(budget - work.state["data_s"], work.state["data_s"] * (args.tokens / tokens - 1))) / 60
         say(
-            f"data: {tokens} tokens in {number} shards, {tokens / work.state['data_s']:.0f} a second, {left:.1f} minutes left"
+            f"data: {tokens} tokens in {number} shards, {tokens / work.state['data_s']:.0f} a second, "
+            f"{left:.1f} minutes left"
         )
 
 
@@ -264,8 +267,9 @@ def main(argv=None):
     work.keep()
     write_data(args, work, target, tokenizer, texts)
     rows = held_out(target, tokenizer, work.folder / "held_out.json", args.prompts)
-    teacher = lambda: Teacher(target, torch.float32)  # noqa: E731
-    shards = Shards(work.data, 0.3, kept_out_runs(tokenizer, teacher, work.folder / "kept_out.json", args.keep_out))
+    teacher, said = functools.partial(Teacher, target, torch.float32), [row["continuation"] for row in rows]
+    reported = kept_out_runs(tokenizer, teacher, work.folder / "kept_out.json", args.keep_out, said)
+    shards = Shards(work.data, PROMPT_SHARE, reported)
     layers = choose_layers(args, work, target, shards, rows)
     minutes = (1 - DATA_SHARE - TRIAL_SHARE) * args.hours * 60
     draft, progress = fit(options(args, work, work.folder / "train", minutes, layers), target, layers, shards, rows)

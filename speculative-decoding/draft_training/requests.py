@@ -92,7 +92,7 @@ def long_request(texts, rng):
     rng.shuffle(passages)
     text = "\n\n".join(passages)
     words = [word.strip(".,;:()\"'") for word in text.split() if len(word) > 6] or ["it"]
-    return rng.choice(LONG_ASKS).format(text=text.replace("{", "(").replace("}", ")"), word=rng.choice(words))
+    return rng.choice(LONG_ASKS).format(text=text, word=rng.choice(words))
 
 
 def opening(tokenizer):
@@ -116,7 +116,7 @@ def is_request(text):
 
 def own_requests(teacher, tokenizer, count, generator):
     """Requests that the target writes after the opening of a user's turn, sampled from its best 16 ids at temperature
-    1; about two in three attempts are left: what did not end, is short, doubled or repeats itself is dropped."""
+    1, without what did not end, is short, doubled or repeats itself (of the embedded target one in eight)."""
     from draft_training.data import continue_rows  # data.py builds on this file
 
     begun, stop = opening(tokenizer), tokenizer.eos_token_id

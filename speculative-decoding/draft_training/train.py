@@ -15,20 +15,18 @@ import copy
 import functools
 import json
 import math
-import os
 import pathlib
-import signal
 import sys
-import time
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draft_training.checkpoint import Clock, Stop, load_state, save_state
 from draft_training.data import check_folder
 from draft_training.guard import kept_out_runs
 from draft_training.judge import agreement, held_out
+from draft_training.loss import distill_loss
 from draft_training.parallel import add_mask, by_place, chain_states
 from draft_training.shards import Shards
 from draft_training.teacher import Teacher
@@ -36,7 +34,6 @@ from spec_common import Help, Parser, UserError, at_least, command, first_line, 
 from spec_models.files import build_draft, read_draft, same_target, save_draft
 from spec_models.pairs import cut_layers
 
-CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
 BETAS = (0.9, 0.95)  # AdamW: a shorter memory of the squares suits a few thousand steps
 CLIP = 1.0  # gradient norm: cut layers begin with large errors
 LOG_EVERY = 20  # steps between two lines of the log
@@ -78,77 +75,9 @@ def grow(draft, layers, path):
                     last.zero_()
 
 
-def distill_loss(states, teacher_states, top, embedding, extra, mix):
-    """KL on the union of candidates + hard weight on the teacher's choice + distance of the last hidden states."""
-    union, where = torch.unique(torch.cat([top[:, :CANDIDATES].flatten(), extra]), return_inverse=True)
-    head = embedding[union].bfloat16()
-    logits = (states.bfloat16() @ head.T).float()
-    with torch.no_grad():
-        teacher = (teacher_states.bfloat16() @ head.T).float().log_softmax(-1)
-    log_probs = logits.log_softmax(-1)
-    best = where[: top.shape[0] * CANDIDATES].view(-1, CANDIDATES)[:, 0]
-    soft = (teacher.exp() * (teacher - log_probs)).sum(-1)
-    hard = -log_probs.gather(1, best[:, None])[:, 0]
-    near = F.smooth_l1_loss(states.float(), teacher_states, reduction="none").mean(-1)
-    total = (soft + mix["hard"] * hard + mix["state"] * near).mean()
-    hit = (logits.detach().argmax(-1) == best).float()
-    return total, {
-        "kl": soft.detach().sum().item(),
-        "hard": hard.detach().sum().item(),
-        "hit": hit.sum().item(),
-        "weight": len(top),
-    }
-
-
 def rate(done, peak, step, warm_steps, decay):
     """Trapezoid over the share of the budget that is spent: warm-up, constant, then straight down to zero."""
     return peak * min(1.0, (step + 1) / warm_steps, max(0.0, (1 - done) / decay))
-
-
-def save_state(path, draft, optimizer, progress):
-    """Checkpoint of what trains, written beside and moved into place."""
-    states = {
-        name: tensor
-        for name, tensor in draft.state_dict().items()
-        if "embed_tokens" not in name and "lm_head" not in name
-    }
-    partial = path.with_suffix(".part")
-    torch.save({"states": states, "optimizer": optimizer.state_dict(), "progress": progress}, partial)
-    os.replace(partial, path)
-
-
-def load_state(path, draft, optimizer):
-    saved = torch.load(path, weights_only=True)
-    draft.load_state_dict(saved["states"], strict=False)
-    optimizer.load_state_dict(saved["optimizer"])
-    return saved["progress"]
-
-
-class Clock:
-    """Seconds spent on training, by the wall and of this process's CPU, those of earlier runs included."""
-
-    def __init__(self, progress):
-        self.wall, self.cpu = progress["wall_s"] - time.monotonic(), progress["cpu_s"] - time.process_time()
-
-    def now(self):
-        return {"wall_s": self.wall + time.monotonic(), "cpu_s": self.cpu + time.process_time()}
-
-
-class Stop:
-    """Ctrl-C or a polite kill ends the run after the step in hand, with a checkpoint."""
-
-    asked = False
-
-    def __enter__(self):
-        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def ask(self, *_):
-        self.asked = True
 
 
 def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
@@ -347,6 +276,22 @@ def export(args, draft, target, layers, rows, card):
     return card
 
 
+def shards_of(args, tokenizer, rows):
+    """The shards to train on, without what is reported on or held out."""
+    teacher, said = functools.partial(Teacher, args.target, torch.float32), [row["continuation"] for row in rows]
+    reported = kept_out_runs(tokenizer, teacher, args.data / "kept_out.json", args.keep_out, said)
+    return Shards(args.data, args.prompt_share, reported)
+
+
+def log_start(args, shards):
+    """The options of the run and its data into the log, without the names of folders."""
+    paths = ("target", "data", "out", "grow", "keep_out", "prompts")
+    config = {name: value for name, value in vars(args).items() if name not in paths}
+    config["grown_from"] = args.grow and args.grow.name
+    start = {"event": "start", "config": config, "data_tokens": shards.tokens, "left_out": shards.left_out}
+    log(args.out / "log.jsonl", start)
+
+
 @command
 def main(argv=None):
     args = parse_args(argv)
@@ -365,17 +310,8 @@ def main(argv=None):
     if args.grow:
         grow(draft, layers, args.grow)
     optimizer, progress = prepare(args, draft)
-    teacher = functools.partial(Teacher, args.target, torch.float32)
-    reported = kept_out_runs(tokenizer, teacher, args.data / "kept_out.json", args.keep_out)
-    shards = Shards(args.data, args.prompt_share, reported)
-    paths = ("target", "data", "out", "grow", "keep_out", "prompts")
-    config = {name: value for name, value in vars(args).items() if name not in paths} | {
-        "grown_from": args.grow and args.grow.name
-    }
-    log(
-        args.out / "log.jsonl",
-        {"event": "start", "config": config, "data_tokens": shards.tokens, "left_out": shards.left_out},
-    )
+    shards = shards_of(args, tokenizer, rows)
+    log_start(args, shards)
     if not progress["step"]:
         report(args, draft, rows, progress)
     finished = train(args, draft, optimizer, shards, rows, progress)

@@ -92,6 +92,13 @@ def test_without_the_file_the_same_rows_are_trained_on(target, mine, tmp_path):
     assert kept(target, [answer[5 : 5 + RUN]], [], tmp_path) == [0]
 
 
+def test_what_the_target_says_after_held_out_prompts_is_kept_out_too(target, tmp_path):
+    said = list(range(30, 50))
+    teacher = lambda: Teacher(target, torch.float32)  # noqa: E731
+    found = [kept_out_runs(Letters(), teacher, tmp_path / "kept_out.json", said=one) for one in ([], [said])]
+    assert found[1] - found[0] == runs(said)
+
+
 def test_continuations_are_written_once_and_again_for_other_prompts(target, tmp_path):
     calls, path = [], tmp_path / "kept_out.json"
     teacher = lambda: calls.append(1) or Teacher(target, torch.float32)  # noqa: E731
