@@ -1,10 +1,11 @@
 """Teacher data for a draft: the target's own continuations of many prompts, with what it thought at every position.
 
-A shard is one safetensors file: flat `ids`, the final normed hidden state of each position (float16; with the target's head, which
-the draft shares, it gives the teacher's logit of any id), the teacher's 16 best ids, row `lengths`, `prompt_lengths`, `kinds`.
-Half-precision matrices, a float32 residual stream and grouped queries over one preallocated cache: about 2x `generate` on a CPU.
+A shard is one safetensors file: flat `ids`, the final normed hidden state of each position (float16; with the target's
+head, which the draft shares, it gives the teacher's logit of any id), the teacher's 16 best ids, row `lengths`,
+`prompt_lengths`, `kinds`. Most rows go through the chat template: prompts of a file, the target's own requests,
+several turns, long contexts.
 
-    python -m draft_training.data --target FOLDER --out data --shards 20
+    python -m draft_training.data --target FOLDER --out data --prompts mine.jsonl --shards 20
 """
 
 import os
@@ -13,102 +14,34 @@ import random
 import sys
 import time
 
-from spec_common import UserError
+from spec_common import UserError, say
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
-from draft_training.prompts import HELD_OUT, KINDS, SHORTEST, training_prompts
-from spec_cli import Help, Parser, at_least, command
-from workloads import WORKLOADS
+from draft_training.prompts import KINDS, SHORTEST, training_prompts
+from draft_training.requests import (
+    LONGEST_PROMPT,
+    asked,
+    conversations,
+    is_held_out,
+    long_request,
+    own_requests,
+    read_prompts,
+    templated,
+)
+from draft_training.teacher import TOP, Teacher
+from spec_cli import Help, Parser, at_least, command, fraction
 
-RUN = 12  # ids in a row that a training row may not share with a reported prompt: about eight words
-TOP = 16  # ids kept a position: enough for the union of candidates that the loss looks at
 NEW_TOKENS = 64  # tokens a row: many short rows, because a draft agrees least at the beginning of a text
-SHARES = {"code": 0.34, "list": 0.12, "json": 0.10, "repeat": 0.06, "prose": 0.26, "chat": 0.12}
+SHARES = {"code": 0.34, "list": 0.16, "json": 0.16, "repeat": 0.08, "prose": 0.26}  # of the rows that are no chat
+CHAT = 0.75  # share of the rows that come through the chat template, as an instruct model is used
+CHAT_SHARES = {"file": 0.5, "own": 0.2, "turns": 0.1, "long": 0.2}  # of those, with a file of prompts
+OWN_SHARES = {"file": 0.0, "own": 0.8, "turns": 0.1, "long": 0.1}  # and without one
+MOST_ROWS, CACHED = 256, 80_000  # rows of a batch, and cache slots of all of them together
 SAMPLED_STARTS = (0, 0, 4, 12)  # tokens sampled before greedy takes over: the same template then leads to many texts
 OPENING_STARTS = (12, 20, 28)  # the same after a bare opening, which alone would always lead to the same text
-
-
-class Teacher:
-    """The target with merged half-precision matrices, for large batches on a CPU."""
-
-    def __init__(self, folder, dtype=torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.config, self.dtype = model.config, dtype
-        self.eps, self.rotary = model.config.rms_norm_eps, model.model.rotary_emb
-        self.embedding = model.model.embed_tokens.weight.detach()
-        self.head, self.norm = self.embedding.to(dtype), model.model.norm.weight.detach()
-        self.layers = [self._layer(layer) for layer in model.model.layers]
-
-    def _layer(self, layer):
-        attention, mlp = layer.self_attn, layer.mlp
-        merge = lambda *parts: torch.cat([part.weight.detach() for part in parts]).to(self.dtype)  # noqa: E731
-        return {
-            "qkv": merge(attention.q_proj, attention.k_proj, attention.v_proj),
-            "out": merge(attention.o_proj),
-            "gate_up": merge(mlp.gate_proj, mlp.up_proj),
-            "down": merge(mlp.down_proj),
-            "norm1": layer.input_layernorm.weight.detach(),
-            "norm2": layer.post_attention_layernorm.weight.detach(),
-        }
-
-    def _normed(self, x, weight):
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
-
-    def new_cache(self, rows, length):
-        shape = (rows, self.config.num_key_value_heads, length, self.config.head_dim)
-        return [[torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)] for _ in self.layers]
-
-    def _mask(self, start, end, pad):
-        """0 where a query may look, -inf elsewhere: the past, without the padding on a row's left (a padding query sees itself)."""
-        keys, queries = torch.arange(end)[None, None], torch.arange(start, end)[None, :, None]
-        seen = (keys <= queries) & ((keys >= pad[:, None, None]) | (keys == queries))
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
-        return mask[:, None].repeat_interleave(group, dim=2)
-
-    def _attend(self, x, layer, kept, start, turn, mask):
-        """One layer's attention; the queries that share a key head stand side by side, so keys are never repeated."""
-        (rows, n, _), (cos, sin) = x.shape, turn
-        heads, kv_heads, size = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
-        mixed = (
-            F.linear(self._normed(x, layer["norm1"]).to(self.dtype), layer["qkv"])
-            .view(rows, n, -1, size)
-            .transpose(1, 2)
-        )
-        qk = mixed[:, : heads + kv_heads].float()
-        half = torch.cat((-qk[..., size // 2 :], qk[..., : size // 2]), dim=-1)
-        qk = (qk * cos + half * sin).to(self.dtype)
-        kept[0][:, :, start : start + n] = qk[:, heads:]
-        kept[1][:, :, start : start + n] = mixed[:, heads + kv_heads :]
-        shape = (rows, kv_heads, heads // kv_heads, n, size)
-        query = qk[:, :heads].view(shape).transpose(2, 3).reshape(rows, kv_heads, -1, size)
-        out = F.scaled_dot_product_attention(
-            query, kept[0][:, :, : start + n], kept[1][:, :, : start + n], attn_mask=mask
-        )
-        out = out.view(rows, kv_heads, n, -1, size).permute(0, 2, 1, 3, 4).reshape(rows, n, heads * size)
-        return F.linear(out, layer["out"])
-
-    @torch.inference_mode()
-    def hidden(self, ids, cache, start, pad):
-        """Normed final hidden states of `ids` (rows, n), whose first column is cache position `start`; `pad` left pads a row."""
-        end = start + ids.shape[1]
-        x = self.embedding[ids]
-        positions = (torch.arange(start, end)[None] - pad[:, None]).clamp(min=0)
-        turn, mask = [part[:, None] for part in self.rotary(x, positions)], self._mask(start, end, pad)
-        for layer, kept in zip(self.layers, cache, strict=True):
-            x = x + self._attend(x, layer, kept, start, turn, mask)
-            gate, up = F.linear(self._normed(x, layer["norm2"]).to(self.dtype), layer["gate_up"]).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer["down"])
-        return self._normed(x, self.norm)
-
-    @torch.inference_mode()
-    def top(self, hidden):
-        """Logits of the 16 best ids and the ids, for flat hidden states."""
-        return F.linear(hidden.to(self.dtype), self.head).topk(TOP, dim=-1)
 
 
 def pick(values, indices, sampled, generator):
@@ -125,7 +58,7 @@ def keep(kept, alive, running, parts, skips):
                 store.append(part[at, skips[at] :])
 
 
-def continue_rows(teacher, prompts, new_tokens, starts, stop_id, generator):
+def continue_rows(teacher, prompts, new_tokens, starts, stop_id, generator=None):
     """Continue prompts in one batch; gives per row (ids, hidden, top ids). A row ends at its stop id."""
     width, rows = max(map(len, prompts)), len(prompts)
     pad = torch.tensor([width - len(prompt) for prompt in prompts])
@@ -155,7 +88,8 @@ def continue_rows(teacher, prompts, new_tokens, starts, stop_id, generator):
 
 
 def shard_of(rows, prompt_lengths, kinds):
-    """Rows as the flat tensors of a shard. The last position of a row has a prediction, so the next id need not be in it."""
+    """Rows as the flat tensors of a shard. The last position of a row has a prediction, so the next id need not be in
+    it."""
     ids, hidden, best = ([row[i] for row in rows] for i in range(3))
     return {
         "ids": torch.cat(ids).to(torch.int32),
@@ -167,93 +101,64 @@ def shard_of(rows, prompt_lengths, kinds):
     }
 
 
-def make_shard(teacher, tokenizer, path, seed, rows, new_tokens):
-    """One shard of `rows` rows over all kinds; batches hold prompts of like length, so little is padded."""
+def chat_prompts(teacher, tokenizer, count, seed, texts, generator):
+    """Prompts through the chat template: of the user's file (`texts`, each once before any twice), the target's own
+    requests, second and third turns, long contexts. Without a file the target's own stand in."""
+    rng, shares = random.Random(seed), CHAT_SHARES if texts else OWN_SHARES
+    wanted = {name: round(count * share) for name, share in shares.items()}
+    attempts = round((wanted["own"] + (0 if texts else wanted["turns"])) * 1.3)
+    own = own_requests(teacher, tokenizer, attempts, generator) if attempts else []
+    first = seed * (wanted["file"] + wanted["turns"])
+    taken = [texts[(first + at) % len(texts)] for at in range(wanted["file"] + wanted["turns"])] if texts else []
+    pool = [asked(kind, text, rng) for kind, text in taken] or own
+    passages = [text for _, text in texts if len(text) > 200] or [text for _, text in texts] or own
+    prompts = [templated(tokenizer, [text]) for text in pool[wanted["turns"] :]]
+    prompts += [templated(tokenizer, [text]) for text in own[: wanted["own"]] if texts]
+    prompts += conversations(teacher, tokenizer, pool[: wanted["turns"]], rng)
+    if passages:
+        prompts += [templated(tokenizer, [long_request(passages, rng)]) for _ in range(wanted["long"])]
+    return [ids for ids in prompts if len(ids) <= LONGEST_PROMPT]
+
+
+def batches_of(jobs, new_tokens):
+    """Jobs of like length together: as many as keep the cache within some gigabytes."""
+    jobs, batch = sorted(jobs, key=lambda job: len(job[0])), []
+    for job in jobs:
+        if batch and (len(batch) == MOST_ROWS or (len(batch) + 1) * (len(job[0]) + new_tokens) > CACHED):
+            yield batch
+            batch = []
+        batch.append(job)
+    yield batch
+
+
+def make_shard(teacher, tokenizer, path, seed, rows, new_tokens, texts=(), chat=CHAT):
+    """One shard of about `rows` rows over all kinds, `chat` of them through the template."""
     generator = torch.Generator().manual_seed(seed)
-    jobs = [
-        (ids, number)
-        for number, kind in enumerate(KINDS)
-        for ids in training_prompts(tokenizer, kind, round(rows * SHARES[kind]), seed)
-    ]
-    jobs.sort(key=lambda job: (job[1] == KINDS.index("chat"), len(job[0])))
-    done = []
-    for first in range(0, len(jobs), 128):
-        batch = jobs[first : first + 128]
-        prompts, draws = [ids for ids, _ in batch], torch.randint(12, (len(batch),), generator=generator).tolist()
-        choices = [OPENING_STARTS if len(ids) < SHORTEST else SAMPLED_STARTS for ids in prompts]
+    prompts = {
+        kind: training_prompts(tokenizer, kind, round(rows * (1 - chat) * share), seed)
+        for kind, share in SHARES.items()
+    }
+    prompts["chat"] = chat_prompts(teacher, tokenizer, round(rows * chat), seed, texts, generator) if chat else []
+    jobs = [(ids, number) for number, kind in enumerate(KINDS) for ids in prompts[kind]]
+    done, order = [], []
+    for batch in batches_of(jobs, new_tokens):
+        begun, draws = [ids for ids, _ in batch], torch.randint(12, (len(batch),), generator=generator).tolist()
+        choices = [OPENING_STARTS if len(ids) < SHORTEST else SAMPLED_STARTS for ids in begun]
         starts = [choice[draw % len(choice)] for choice, draw in zip(choices, draws, strict=True)]
-        done += continue_rows(teacher, prompts, new_tokens, starts, tokenizer.eos_token_id, generator)
-    shard = shard_of(done, [len(job[0]) for job in jobs], [job[1] for job in jobs])
+        done += continue_rows(teacher, begun, new_tokens, starts, tokenizer.eos_token_id, generator)
+        order += batch
+    shard = shard_of(done, [len(job[0]) for job in order], [job[1] for job in order])
     partial = path.with_suffix(".part")
     save_file(shard, partial)
     os.replace(partial, path)
     return len(shard["ids"])
 
 
-def runs(ids, length=RUN):
-    """Every run of `length` ids in a row."""
-    return {tuple(ids[at : at + length]) for at in range(len(ids) - length + 1)}
-
-
-def reported_runs(tokenizer):
-    """The runs of every prompt that acceptance is reported on: the five workloads and the held-out prompts."""
-    texts = [*WORKLOADS.values(), *(text for texts in HELD_OUT.values() for text in texts)]
-    return set().union(*(runs(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts))
-
-
-class Shards:
-    """All rows of the cached teacher outputs, served in batches of like length that hold about `budget` tokens.
-
-    A row that shares a run with `reported` is left out: nothing that a figure is reported on is learnt by heart.
-    """
-
-    def __init__(self, folder, prompt_weight, reported=frozenset()):
-        self.folder, self.prompt_weight, self.reported = folder, prompt_weight, reported
-        self.parts, self.seen, self.index, self.tokens, self.left_out = [], set(), [], 0, 0
-        self.refresh()
-
-    def refresh(self):
-        """Take in the shards that have appeared since: generation may go on beside training."""
-        for path in sorted(set(self.folder.glob("*.safetensors")) - self.seen):
-            part, offset = load_file(path), 0
-            for row, length in enumerate(part["lengths"].tolist()):
-                if self.reported.isdisjoint(runs(part["ids"][offset : offset + length].tolist())):
-                    self.index.append((len(self.parts), offset, length, int(part["prompt_lengths"][row])))
-                    self.tokens += length
-                else:
-                    self.left_out += 1
-                offset += length
-            self.parts.append(part)
-            self.seen.add(path)
-
-    def epoch(self, seed, budget):
-        """Lists of rows: shuffled, sorted by length inside large pools (little padding), then batches shuffled again."""
-        rng, rows = random.Random(seed), list(self.index)
-        rng.shuffle(rows)
-        batches = []
-        for first in range(0, len(rows), 1024):
-            batch = []
-            for row in sorted(rows[first : first + 1024], key=lambda row: row[2]):
-                if batch and row[2] * (len(batch) + 1) > budget:
-                    batches.append(batch)
-                    batch = []
-                batch.append(row)
-            batches.append(batch)
-        rng.shuffle(batches)
-        return batches
-
-    def tensors(self, batch):
-        """ids (rows, width), and flat over the real positions: place, teacher hidden, teacher ids, weight."""
-        width = max(length for _, _, length, _ in batch)
-        ids, place, hidden, top, weight = torch.zeros(len(batch), width, dtype=torch.long), [], [], [], []
-        for at, (number, offset, length, prompt) in enumerate(batch):
-            part, span = self.parts[number], slice(offset, offset + length)
-            ids[at, :length] = part["ids"][span].long()
-            place.append(at * width + torch.arange(length))
-            hidden.append(part["hidden"][span])
-            top.append(part["top"][span])
-            weight.append(torch.where(torch.arange(length) < prompt - 1, self.prompt_weight, 1.0))
-        return ids, torch.cat(place), torch.cat(hidden).float(), torch.cat(top).long(), torch.cat(weight)
+def training_prompts_of(path):
+    """The prompts of a file that may be trained on, in an order of their own. Raises UserError."""
+    texts = [one for one in read_prompts(path) if not is_held_out(one[1])]
+    random.Random(0).shuffle(texts)
+    return texts
 
 
 def check_folder(name):
@@ -264,14 +169,36 @@ def check_folder(name):
         )
 
 
+def make_shards(teacher, tokenizer, args, texts):
+    """Shards up to the number asked for; those that are there are kept, the time left told."""
+    for number in range(args.first, args.first + args.shards):
+        path = args.out / f"shard-{number:04d}.safetensors"
+        if not path.exists():
+            begun = time.process_time()
+            tokens = make_shard(teacher, tokenizer, path, number, args.rows, args.new_tokens, texts, args.chat)
+            seconds = time.process_time() - begun
+            left = (args.first + args.shards - number - 1) * seconds / 60
+            say(f"{path.name}: {tokens} tokens, {tokens / seconds:.0f} a CPU second, {left:.1f} CPU minutes left")
+
+
 def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
     parser.add_argument("--target", required=True, help="folder of the target")
     parser.add_argument(
         "--out", required=True, type=pathlib.Path, help="folder for the shards; those that are there are kept"
     )
-    parser.add_argument("--shards", type=at_least(1), default=20, help="shards wanted in the folder")
-    parser.add_argument("--rows", type=at_least(1), default=256, help="rows a shard, in batches of 128")
+    parser.add_argument(
+        "--prompts",
+        type=pathlib.Path,
+        metavar="FILE",
+        help='.jsonl of {"kind", "prompt"}; without it the target asks itself',
+    )
+    parser.add_argument(
+        "--chat", type=fraction, default=CHAT, help="share of the rows that go through the chat template"
+    )
+    parser.add_argument("--first", type=at_least(0), default=0, help="number of the first shard")
+    parser.add_argument("--shards", type=at_least(1), default=20, help="shards wanted from there on")
+    parser.add_argument("--rows", type=at_least(1), default=512, help="rows a shard")
     parser.add_argument("--new-tokens", type=at_least(1), default=NEW_TOKENS, help="tokens continued a row")
     parser.add_argument("--threads", type=at_least(1), default=1, help="threads of the arithmetic")
     return parser.parse_args(argv)
@@ -283,21 +210,8 @@ def main(argv=None):
     check_folder(args.target)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    if all((args.out / f"shard-{number:04d}.safetensors").exists() for number in range(args.shards)):
-        print(f"{args.out}: {args.shards} shards are there already", file=sys.stderr)
-        return 0
-    teacher, tokenizer = Teacher(args.target), AutoTokenizer.from_pretrained(args.target)
-    for number in range(args.shards):
-        path = args.out / f"shard-{number:04d}.safetensors"
-        if not path.exists():
-            begun = time.process_time()
-            tokens = make_shard(teacher, tokenizer, path, number, args.rows, args.new_tokens)
-            seconds = time.process_time() - begun
-            print(
-                f"{path.name}: {tokens} tokens, {tokens / seconds:.0f} a CPU second, {(args.shards - number - 1) * seconds / 60:.1f} CPU minutes left",
-                file=sys.stderr,
-                flush=True,
-            )
+    texts = training_prompts_of(args.prompts) if args.prompts else []
+    make_shards(Teacher(args.target), AutoTokenizer.from_pretrained(args.target), args, texts)
     return 0
 
 

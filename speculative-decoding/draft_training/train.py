@@ -1,8 +1,10 @@
-"""A few of the target's own layers, distilled on what the target itself writes, agree with its greedy text often enough to draft for it.
+"""A few of the target's own layers, distilled on what the target itself writes, agree with its greedy text often
+enough to draft for it.
 
-The draft keeps the target's embedding, head and tokenizer (frozen and shared) and trains only its layers and the final norm, so its
-file is small and any tool can load it once it is unpacked. It learns from cached teacher shards (draft_data.py makes them): soft
-targets over the candidates that occur in the batch, the teacher's own choice as a hard target, and its last hidden state.
+The draft keeps the target's embedding, head and tokenizer (frozen and shared) and trains only its layers and the final
+norm, so its file is small and any tool can load it once it is unpacked. It learns from cached teacher shards (data.py
+makes them): soft targets over the candidates that occur in the batch, the teacher's own choice as a hard target, and
+its last hidden state.
 
     python -m draft_training.data --target FOLDER --out data
     python -m draft_training.train --target FOLDER --data data --out draft --layers 0,1,23
@@ -10,44 +12,48 @@ targets over the candidates that occur in the batch, the teacher's own choice as
 
 import argparse
 import copy
+import functools
 import json
 import math
-import os
 import pathlib
-import signal
 import sys
-import time
 
 from spec_common import UserError, first_line
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_training.data import Shards, check_folder, reported_runs
-from draft_training.prompts import KINDS, held_out_prompts
-from spec_cli import Help, Parser, at_least, command
+from draft_training.checkpoint import Clock, Stop, load_state, save_state
+from draft_training.data import check_folder
+from draft_training.guard import kept_out_runs
+from draft_training.judge import agreement, held_out
+from draft_training.loss import distill_loss
+from draft_training.parallel import add_mask, by_place, chain_states
+from draft_training.shards import Shards
+from draft_training.teacher import Teacher
+from spec_cli import Help, Parser, at_least, command, fraction
 from spec_models.cut import cut_layers
 from spec_models.files import build_draft, read_draft, same_target, save_draft
 
-CANDIDATES = 4  # teacher ids a position that enter the union: the loss sees what the teacher would plausibly say
-HELD_OUT_TOKENS = 96  # greedy tokens a held-out prompt
 BETAS = (0.9, 0.95)  # AdamW: a shorter memory of the squares suits a few thousand steps
 CLIP = 1.0  # gradient norm: cut layers begin with large errors
 LOG_EVERY = 20  # steps between two lines of the log
 
 
 def trainable(target, layers):
-    """A copy of the target's `layers`, in order, with its embedding, final norm and (tied) head; the embedding is frozen."""
+    """A copy of the target's `layers`, in order, with its embedding, final norm and (tied) head; the embedding is
+    frozen."""
     draft = copy.deepcopy(cut_layers(target, layers)).float()
-    draft.model.embed_tokens.weight.requires_grad_(False)
+    draft.get_input_embeddings().weight.requires_grad_(False)
+    draft.get_output_embeddings().weight.requires_grad_(False)
     return draft
 
 
 def grow(draft, layers, path):
-    """Begin from a trained draft: its layers and norm as they are, a layer that it lacks writing nothing at first, so that
-    the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016). Raises UserError."""
+    """Begin from a trained draft: its layers and norm as they are, a layer that it lacks writing nothing at first, so
+    that the whole starts out agreeing as often as that draft (Net2Net's identity; Chen et al. 2016). Raises
+    UserError."""
     try:
         states, metadata = read_draft(path)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
@@ -61,6 +67,8 @@ def grow(draft, layers, path):
         )
     with torch.no_grad():
         draft.model.norm.weight.copy_(states["model.norm.weight"])
+        if hasattr(draft, "mask") and "mask" in states:
+            draft.mask.copy_(states["mask"])
         for layer, old in zip(draft.model.layers, layers, strict=True):
             if old in own:
                 layer.load_state_dict({name: states[own[old] + name] for name in layer.state_dict()})
@@ -69,114 +77,25 @@ def grow(draft, layers, path):
                     last.zero_()
 
 
-def held_out(target, tokenizer, path):
-    """The fixed held-out set, made once: the target's greedy text (float32) for prompts that training never sees."""
-    if path.exists():
-        return json.loads(path.read_text())
-    print("writing the held-out texts, once (a minute or two, outside the budget) ...", file=sys.stderr, flush=True)
-    pairs, stop = held_out_prompts(tokenizer), tokenizer.eos_token_id
-    width = max(len(ids) for _, ids in pairs)
-    ids = torch.tensor([[stop] * (width - len(ids)) + ids for _, ids in pairs])
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in pairs])
-    out = target.generate(ids, attention_mask=mask, max_new_tokens=HELD_OUT_TOKENS, do_sample=False).tolist()
-    rows = []
-    for (kind, prompt), row in zip(pairs, out, strict=True):
-        text = row[width:]
-        rows.append(
-            {"kind": kind, "prompt": prompt, "continuation": text[: text.index(stop) + 1] if stop in text else text}
-        )
-    write_json(path, rows)
-    return rows
-
-
-@torch.inference_mode()
-def agreement(draft, rows):
-    """Share of the target's greedy tokens that are the draft's own choice over the full vocabulary, by kind: alpha."""
-    hits = {kind: [] for kind in KINDS}
-    for row in rows:
-        ids = torch.tensor([row["prompt"] + row["continuation"]])
-        logits = draft(ids[:, :-1], logits_to_keep=len(row["continuation"])).logits[0]
-        hits[row["kind"]] += (logits.argmax(-1) == torch.tensor(row["continuation"])).tolist()
-    table = {kind: sum(found) / max(1, len(found)) for kind, found in hits.items()}
-    return table | {"mean5": sum(table[kind] for kind in KINDS if kind != "chat") / (len(KINDS) - 1)}
-
-
-def distill_loss(states, teacher_states, top, weight, embedding, extra, mix):
-    """KL on the union of candidates + hard weight on the teacher's choice + distance of the last hidden states."""
-    union, where = torch.unique(torch.cat([top[:, :CANDIDATES].flatten(), extra]), return_inverse=True)
-    head = embedding[union].bfloat16()
-    logits = (states.bfloat16() @ head.T).float()
-    with torch.no_grad():
-        teacher = (teacher_states.bfloat16() @ head.T).float().log_softmax(-1)
-    log_probs = logits.log_softmax(-1)
-    best = where[: top.shape[0] * CANDIDATES].view(-1, CANDIDATES)[:, 0]
-    soft = (teacher.exp() * (teacher - log_probs)).sum(-1)
-    hard = -log_probs.gather(1, best[:, None])[:, 0]
-    near = F.smooth_l1_loss(states.float(), teacher_states, reduction="none").mean(-1)
-    total = (weight * (soft + mix["hard"] * hard + mix["state"] * near)).sum() / weight.sum()
-    hit = (logits.detach().argmax(-1) == best).float()
-    return total, {
-        "kl": (weight * soft.detach()).sum().item(),
-        "hard": (weight * hard.detach()).sum().item(),
-        "hit": (weight * hit).sum().item(),
-        "weight": weight.sum().item(),
-    }
-
-
 def rate(done, peak, step, warm_steps, decay):
     """Trapezoid over the share of the budget that is spent: warm-up, constant, then straight down to zero."""
     return peak * min(1.0, (step + 1) / warm_steps, max(0.0, (1 - done) / decay))
 
 
-def write_json(path, data):
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(data, indent=1))
-    os.replace(partial, path)
-
-
-def save_state(path, draft, optimizer, progress):
-    """Checkpoint of what trains, written beside and moved into place."""
-    states = {
-        name: tensor
-        for name, tensor in draft.state_dict().items()
-        if "embed_tokens" not in name and "lm_head" not in name
-    }
-    partial = path.with_suffix(".part")
-    torch.save({"states": states, "optimizer": optimizer.state_dict(), "progress": progress}, partial)
-    os.replace(partial, path)
-
-
-def load_state(path, draft, optimizer):
-    saved = torch.load(path, weights_only=True)
-    draft.load_state_dict(saved["states"], strict=False)
-    optimizer.load_state_dict(saved["optimizer"])
-    return saved["progress"]
-
-
-class Stop:
-    """Ctrl-C or a polite kill ends the run after the step in hand, with a checkpoint."""
-
-    def __init__(self):
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.ask)
-
-    def ask(self, *_):
-        self.asked = True
-
-
 def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
     """One update; gives the sums of the loss parts and the tokens seen."""
-    ids, place, teacher_states, top, weight = shards.tensors(batch)
     extra = torch.randint(draft.config.vocab_size, (args.negatives,), generator=generator)
-    with torch.autocast("cpu", torch.bfloat16):
-        states = draft.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
+    if args.guesses > 1:
+        states, teacher_states, top = chain_states(draft, shards, batch, args.guesses, generator)
+    else:
+        ids, place, teacher_states, top = shards.tensors(batch, generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            states = draft.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
     loss, parts = distill_loss(
         states,
         teacher_states,
         top,
-        weight,
-        draft.model.embed_tokens.weight,
+        draft.get_output_embeddings().weight,
         extra,
         {"hard": args.hard, "state": args.state},
     )
@@ -186,7 +105,7 @@ def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
     torch.nn.utils.clip_grad_norm_([weights for weights in draft.parameters() if weights.requires_grad], CLIP)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return parts, len(place)
+    return parts, sum(length for _, _, length, _ in batch)
 
 
 def log(path, row):
@@ -197,7 +116,7 @@ def log(path, row):
 def report(args, draft, rows, progress):
     """Held-out agreement into the log and onto stderr."""
     draft.eval()
-    table = agreement(draft, rows)
+    table = agreement(draft, rows) | (by_place(draft, rows, args.guesses) if args.guesses > 1 else {})
     draft.train()
     log(args.out / "log.jsonl", {"event": "held_out", **progress, "agreement": table})
     print("\n  " + "  ".join(f"{kind} {share:.3f}" for kind, share in table.items()), file=sys.stderr, flush=True)
@@ -208,9 +127,10 @@ def tell(args, progress, parts, done, learning_rate):
     """One line of progress with the time left, and its row in the log."""
     mean = {name: parts[name] / parts["weight"] for name in ("kl", "hard", "hit")}
     log(args.out / "log.jsonl", {"event": "train", **progress, "lr": learning_rate, **mean})
-    left = args.cpu_minutes * (1 - done)
+    left, pace = args.minutes * (1 - done), progress["tokens"] / max(1e-9, progress["wall_s"])
     print(
-        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} {progress['tokens'] / max(1e-9, progress['cpu_s']):.0f} tokens/s, {left:.1f} CPU min left ",
+        f"\rstep {progress['step']} epoch {progress['epoch']} kl {mean['kl']:.3f} hit {mean['hit']:.3f} "
+        f"{pace:.0f} tokens/s, {left:.1f} min left ",
         end="",
         file=sys.stderr,
         flush=True,
@@ -218,35 +138,43 @@ def tell(args, progress, parts, done, learning_rate):
 
 
 def train(args, draft, optimizer, shards, rows, progress):
-    """Epochs over the shards until the budget of process CPU time (pauses do not count) or steps is spent."""
-    stop, begun, spent, sums = Stop(), time.process_time(), progress["cpu_s"], {}
+    """Epochs over the shards until the budget of time (pauses between runs do not count) or steps is spent; whether it
+    was."""
     draft.train()
-    while not stop.asked:
-        shards.refresh()
-        if not shards.index:
-            raise UserError("--data: no shard with a row to train on; make some with draft_data.py")
-        batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
-        for batch in batches[progress["batch"] :]:
-            done = max(progress["cpu_s"] / 60 / args.cpu_minutes, progress["step"] / args.steps if args.steps else 0)
-            if stop.asked or done >= 1:
-                return done >= 1
-            learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
-            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + progress["step"])
-            parts, tokens = one_step(draft, optimizer, shards, batch, args, learning_rate, generator)
-            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
-            progress.update(
-                step=progress["step"] + 1,
-                batch=progress["batch"] + 1,
-                tokens=progress["tokens"] + tokens,
-                cpu_s=spent + time.process_time() - begun,
-            )
-            if progress["step"] % LOG_EVERY == 0:
-                tell(args, progress, sums, done, learning_rate)
-                sums = {}
-            if progress["step"] % args.check_every == 0:
-                report(args, draft, rows, progress)
-                save_state(args.out / "state.pt", draft, optimizer, progress)
-        progress.update(epoch=progress["epoch"] + 1, batch=0)
+    clock = Clock(progress)
+    with Stop() as stop:
+        while not stop.asked:
+            shards.refresh()
+            if not shards.index:
+                raise UserError("--data: no shard with a row to train on; make some with draft_training.data")
+            batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
+            if an_epoch(args, draft, optimizer, shards, batches[progress["batch"] :], rows, progress, clock, stop):
+                return True
+            if not stop.asked:
+                progress.update(epoch=progress["epoch"] + 1, batch=0)
+    return False
+
+
+def an_epoch(args, draft, optimizer, shards, batches, rows, progress, clock, stop):
+    """The batches of one epoch, as far as the budget goes; whether it is spent."""
+    sums = {}
+    for batch in batches:
+        done = max(progress["wall_s"] / 60 / args.minutes, progress["step"] / args.steps if args.steps else 0)
+        if stop.asked or done >= 1:
+            return done >= 1
+        learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + progress["step"])
+        parts, tokens = one_step(draft, optimizer, shards, batch, args, learning_rate, generator)
+        sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+        for name, more in (("step", 1), ("batch", 1), ("tokens", tokens)):
+            progress[name] += more
+        progress.update(clock.now())
+        if progress["step"] % LOG_EVERY == 0:
+            tell(args, progress, sums, done, learning_rate)
+            sums = {}
+        if progress["step"] % args.check_every == 0:
+            report(args, draft, rows, progress)
+            save_state(args.out / "state.pt", draft, optimizer, progress)
     return False
 
 
@@ -286,7 +214,18 @@ def parse_args(argv):
         help="begin from this trained draft; it may have fewer of the layers",
     )
     parser.add_argument(
-        "--cpu-minutes", type=minutes, default=60, help="budget of process CPU time, earlier runs included"
+        "--prompts", type=pathlib.Path, metavar="FILE", help="the file of data.py: what it holds out of it is judged on"
+    )
+    parser.add_argument(
+        "--keep-out",
+        type=pathlib.Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help=".jsonl files of prompts that the draft will be judged on: no row that shares 12 ids in a row is trained on",
+    )
+    parser.add_argument(
+        "--minutes", type=minutes, default=60, help="budget of time, that of earlier runs (--resume) included"
     )
     parser.add_argument("--steps", type=at_least(0, 10**9), default=0, help="budget of steps; 0 is none")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
@@ -296,11 +235,17 @@ def parse_args(argv):
     )
     parser.add_argument("--weight-decay", type=float, default=0.01, help="of AdamW")
     parser.add_argument("--batch-tokens", type=at_least(1), default=1024, help="tokens a step, padding included")
+    parser.add_argument(
+        "--guesses", type=at_least(1, 64), default=1, help="guesses that one pass is trained to make; above 1: with a mask vector"
+    )
     parser.add_argument("--negatives", type=at_least(0), default=1024, help="random ids in every union of candidates")
     parser.add_argument("--hard", type=float, default=0.5, help="weight of the teacher's own choice")
     parser.add_argument("--state", type=float, default=1.0, help="weight of the distance between last hidden states")
     parser.add_argument(
-        "--prompt-weight", type=float, default=0.3, help="weight of a position inside a prompt (a continued one has 1)"
+        "--prompt-share",
+        type=fraction,
+        default=0.3,
+        help="share of the positions inside prompts that is learnt from (continued ones all are)",
     )
     parser.add_argument(
         "--check-every", type=at_least(1, 10**9), default=300, help="steps between two held-out tables and checkpoints"
@@ -315,7 +260,7 @@ def prepare(args, draft):
     """The optimizer, and how far an earlier run came (an interrupted epoch is left: shards may have joined since)."""
     trained = [weights for weights in draft.parameters() if weights.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=BETAS, weight_decay=args.weight_decay, fused=True)
-    progress = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "cpu_s": 0.0}
+    progress = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "wall_s": 0.0, "cpu_s": 0.0}
     if args.resume and (args.out / "state.pt").exists():
         progress = load_state(args.out / "state.pt", draft, optimizer)
         progress.update(epoch=progress["epoch"] + 1, batch=0)
@@ -323,13 +268,30 @@ def prepare(args, draft):
 
 
 def export(args, draft, target, layers, rows, card):
-    """Write the draft file; its card says what the int8 file itself agrees with, so it is written, read back, judged and written again."""
+    """Write the draft file; its card says what the int8 file itself agrees with, so it is written, read back, judged
+    and written again."""
     path = args.out / "draft.safetensors"
     save_draft(path, draft, target, layers, card)
     table = agreement(build_draft(path, target), rows)
     card = card | {"agreement": {kind: round(share, 4) for kind, share in table.items()}}
     save_draft(path, draft, target, layers, card)
     return card
+
+
+def shards_of(args, tokenizer, rows):
+    """The shards to train on, without what is reported on or held out."""
+    teacher, said = functools.partial(Teacher, args.target, torch.float32), [row["continuation"] for row in rows]
+    reported = kept_out_runs(tokenizer, teacher, args.data / "kept_out.json", args.keep_out, said)
+    return Shards(args.data, args.prompt_share, reported)
+
+
+def log_start(args, shards):
+    """The options of the run and its data into the log, without the names of folders."""
+    paths = ("target", "data", "out", "grow", "keep_out", "prompts")
+    config = {name: value for name, value in vars(args).items() if name not in paths}
+    config["grown_from"] = args.grow and args.grow.name
+    start = {"event": "start", "config": config, "data_tokens": shards.tokens, "left_out": shards.left_out}
+    log(args.out / "log.jsonl", start)
 
 
 @command
@@ -343,16 +305,15 @@ def main(argv=None):
     if max(layers) >= target.config.num_hidden_layers:
         raise UserError(f"--layers: the target has layers 0 to {target.config.num_hidden_layers - 1}")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    rows = held_out(target, tokenizer, args.data / "held_out.json")
+    rows = held_out(target, tokenizer, args.data / "held_out.json", args.prompts)
     draft = trainable(target, layers)
+    if args.guesses > 1:
+        add_mask(draft)
     if args.grow:
         grow(draft, layers, args.grow)
     optimizer, progress = prepare(args, draft)
-    shards = Shards(args.data, args.prompt_weight, reported_runs(tokenizer))
-    config = {name: value for name, value in vars(args).items() if name not in ("target", "data", "out", "grow")} | {
-        "grown_from": args.grow and args.grow.name
-    }
-    log(args.out / "log.jsonl", {"event": "start", "config": config, "data_tokens": shards.tokens})
+    shards = shards_of(args, tokenizer, rows)
+    log_start(args, shards)
     if not progress["step"]:
         report(args, draft, rows, progress)
     finished = train(args, draft, optimizer, shards, rows, progress)

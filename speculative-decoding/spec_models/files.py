@@ -116,10 +116,13 @@ def build_draft(path, target):
     states["model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().float()
     if not draft.config.tie_word_embeddings:
         states["lm_head.weight"] = target.get_output_embeddings().weight.detach().float()
+    mask = states.pop("mask", None)
     missing, unexpected = draft.load_state_dict(states, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"{path}: missing {missing}, unexpected {unexpected}")
     draft.tie_weights()
+    if mask is not None:  # read in place of a token that is guessed in the same pass: draft_training/parallel.py
+        draft.mask = torch.nn.Parameter(mask, requires_grad=False)
     return draft.eval()
 
 
@@ -129,6 +132,27 @@ def clear_unfinished(out: pathlib.Path) -> None:
         number = partial.name.split(".")[-2]
         if number.isdigit() and not psutil.pid_exists(int(number)):
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def spare_token(tokenizer):
+    """The id of a special token that no text uses: the last one added that neither begins, ends nor fills up a text."""
+    used = {*tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    spare = [token for token in tokenizer.added_tokens_decoder if token not in used]
+    if not spare:
+        raise ValueError("the tokenizer has no special token to spare for the mask")
+    return max(spare)
+
+
+def spell_mask(draft, token):
+    """A plain model whose embedding of `token` is the mask vector, named as other tools look for it; its head is left as it was."""
+    head = draft.get_output_embeddings().weight.detach().clone()
+    draft.config.tie_word_embeddings = False
+    draft.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    with torch.no_grad():
+        draft.model.embed_tokens.weight[token] = draft.mask
+    del draft.mask
+    draft.config.pard_token, draft.config.spd_type = token, "pard"
+    return draft
 
 
 def unpack_draft(path, target, tokenizer, out_folder, dtype=torch.float32):
@@ -142,7 +166,10 @@ def unpack_draft(path, target, tokenizer, out_folder, dtype=torch.float32):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     clear_unfinished(out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.part")
-    build_draft(path, target).to(dtype).save_pretrained(partial)
+    draft = build_draft(path, target)
+    if hasattr(draft, "mask"):
+        draft = spell_mask(draft, spare_token(tokenizer))
+    draft.to(dtype).save_pretrained(partial)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     try:

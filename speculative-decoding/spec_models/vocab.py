@@ -44,6 +44,15 @@ def ranked(counts: Counter, size: int) -> list[int]:
     return sorted(range(size), key=lambda token: (-counts[token], token))
 
 
+def joined(lists: list[list[int]]) -> list[int]:
+    """Several lists of ids by falling frequency as one: an id stands where the list that likes it best has it."""
+    best: dict[int, int] = {}
+    for ids in lists:
+        for rank, token in enumerate(ids):
+            best[token] = min(rank, best.get(token, rank))
+    return sorted(best, key=lambda token: (best[token], token))
+
+
 def count_text(tokenizer, text: str) -> Counter:
     """How often each id occurs in a text, read in pieces that end at a line."""
     counts, piece = Counter(), ""
@@ -109,7 +118,7 @@ def cut_head(model, ids: list[int], size: int, vocabulary: int) -> None:
 
 
 def count_shards(folder: Path) -> Counter:
-    """How often the target wrote each id in the shards of draft_data.py: the continued positions, not the prompts."""
+    """How often the target wrote each id in the shards of draft_training.data: the continued positions, not the prompts."""
     counts = Counter()
     for path in sorted(folder.glob("shard-*.safetensors")):
         shard = load_file(path)
@@ -123,6 +132,9 @@ def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
     parser.add_argument("--target", required=True, help="folder with the tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="folder of teacher shards")
+    parser.add_argument(
+        "--join", type=Path, metavar="FILE", help="an earlier list of the same tokenizer, joined with this one"
+    )
     parser.add_argument("--out", type=Path, default=SHIPPED_LIST, help="the list to write")
     return parser.parse_args(argv)
 
@@ -132,12 +144,18 @@ def main(argv=None) -> int:
     args = parse_args(argv)
     counts = count_shards(args.data)
     if not counts:
-        raise UserError(f"--data {args.data}: no shard with a token in it; make some with draft_data.py")
+        raise UserError(f"--data {args.data}: no shard with a token in it; make some with draft_training.data")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     seen = [token for token in ranked(counts, vocabulary_size(tokenizer)) if counts[token]]
     document = {"vocabulary_sha256": vocabulary_hash(tokenizer), "tokens_counted": counts.total(), "ids": seen}
+    if args.join:
+        earlier = json.loads(args.join.read_text())
+        if earlier["vocabulary_sha256"] != document["vocabulary_sha256"]:
+            raise UserError(f"--join {args.join.name}: of another tokenizer; leave it out")
+        document["tokens_counted"] += earlier["tokens_counted"]
+        document["ids"] = joined([seen, earlier["ids"]])
     args.out.write_text(json.dumps(document) + "\n")
-    print(f"{len(seen)} ids of {counts.total()} tokens in {args.out.name}")
+    print(f"{len(document['ids'])} ids of {document['tokens_counted']} tokens in {args.out.name}")
     for size in (1024, 2048, 4096, 8192, 16384):
         print(f"the first {size} are {sum(counts[token] for token in seen[:size]) / counts.total():.2%} of them")
     return 0

@@ -4,12 +4,14 @@ import copy
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from draft_training.parallel import add_mask, guess
 from draft_training.train import trainable
 from spec_models.files import build_draft, fingerprint, pack_rows, read_draft, same_target, save_draft, unpack_draft
 
@@ -121,3 +123,30 @@ def test_cut_of_all_layers_is_the_target(target):
     ids = torch.arange(30)[None] % 97
     with torch.inference_mode():
         assert torch.equal(trainable(target, range(5)).eval()(ids).logits, target(ids).logits)
+
+
+def test_a_mask_is_kept_to_the_bit_and_becomes_the_embedding_of_a_spare_token(target, tmp_path):
+    draft = trainable(target, [0, 4]).eval()
+    add_mask(draft)
+    with torch.no_grad():
+        draft.mask.normal_()
+    save_draft(tmp_path / "draft.safetensors", draft, target, [0, 4], {})
+    built = build_draft(tmp_path / "draft.safetensors", target)
+    assert torch.equal(built.mask, draft.mask)
+    tokens = SimpleNamespace(
+        all_special_ids=[1],
+        bos_token_id=None,
+        eos_token_id=94,
+        pad_token_id=0,
+        added_tokens_decoder={1: "", 93: "", 94: ""},
+    )
+    tokens.save_pretrained = lambda folder: None
+    model = AutoModelForCausalLM.from_pretrained(
+        unpack_draft(tmp_path / "draft.safetensors", target, tokens, tmp_path / "plain"), dtype=torch.float32
+    )
+    assert (model.config.pard_token, model.config.spd_type) == (93, "pard")
+    assert torch.equal(model.model.embed_tokens.weight[93], draft.mask)
+    assert torch.equal(model.lm_head.weight, target.lm_head.weight)
+    with torch.inference_mode():
+        spelled = model(torch.tensor([[5, 6, 7, 93, 93]]), logits_to_keep=3).logits[0]
+        torch.testing.assert_close(spelled, guess(built, built.mask, [5, 6, 7], 3, DynamicCache()))

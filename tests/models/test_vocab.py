@@ -383,3 +383,7 @@ def test_a_cut_draft_shares_the_targets_tensors_and_training_never_changes_them(
     assert torch.equal(draft.model.embed_tokens.weight, TIED.model.embed_tokens.weight), (
         "the head is the target's own: frozen"
     )
+
+
+def test_joined_lists_keep_what_either_ranks_high():
+    assert vocab.joined([[5, 6, 7, 8], [8, 9, 5]]) == [5, 8, 6, 9, 7]

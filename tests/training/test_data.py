@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import tiny
 from draft_training import train
-from draft_training.data import RUN, Shards, Teacher, continue_rows, reported_runs, shard_of
+from draft_training.data import continue_rows, shard_of
 from draft_training.prompts import HELD_OUT, KINDS, training_texts
+from draft_training.shards import Shards
+from draft_training.teacher import Teacher
 from draft_training.train import distill_loss, rate, trainable
-from workloads import WORKLOADS
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,27 @@ def test_teacher_writes_what_generate_writes(folder, rows):
 def test_shards_serve_every_row_once(rows, tmp_path):
     prompts, done = rows
     save_file(shard_of(done, [len(prompt) for prompt in prompts], [0, 1, 2]), tmp_path / "shard-0.safetensors")
-    shards = Shards(tmp_path, 0.3)
+    shards = Shards(tmp_path, 1.0)
     batches = shards.epoch(1, 16)
     assert sorted(row for batch in batches for row in batch) == sorted(shards.index)
     assert shards.tokens == sum(len(row[0]) for row in done)
-    ids, place, hidden, top, weight = shards.tensors([shards.index[1], shards.index[0]])
+    ids, place, hidden, top = shards.tensors([shards.index[1], shards.index[0]])
     assert ids.flatten()[place].tolist() == done[1][0].tolist() + done[0][0].tolist()
-    assert len(hidden) == len(top) == len(weight) == len(place)
-    assert weight.tolist().count(pytest.approx(0.3)) == len(prompts[1]) + len(prompts[0]) - 2
+    assert len(hidden) == len(top) == len(place)
+
+
+def test_a_prompt_counts_as_asked_and_a_continuation_always(rows, tmp_path):
+    prompts, done = rows
+    save_file(shard_of(done, [len(prompt) for prompt in prompts], [0, 1, 2]), tmp_path / "shard-0.safetensors")
+    shards = Shards(tmp_path, 0.0)
+    ids, place, *_ = shards.tensors([shards.index[1]])
+    assert place.tolist() == list(range(len(prompts[1]) - 1, len(done[1][0]))), (
+        "the last prompt id foretells the first new one"
+    )
+    shards.prompt_share, drawn = 0.3, 0
+    for seed in range(100):
+        drawn += len(shards.tensors([shards.index[1]], torch.Generator().manual_seed(seed))[1]) - len(place)
+    assert 0.2 < drawn / 100 / (len(prompts[1]) - 1) < 0.4
 
 
 def test_new_shards_join_in(rows, tmp_path):
@@ -85,10 +98,10 @@ def test_new_shards_join_in(rows, tmp_path):
 def test_loss_is_least_at_the_teacher(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     embedding, states = model.model.embed_tokens.weight, torch.randn(40, 48)
-    top, extra, weight = (states @ embedding.T).topk(16).indices, torch.arange(97), torch.ones(40)
+    top, extra = (states @ embedding.T).topk(16).indices, torch.arange(97)
     mix = {"hard": 0.0, "state": 1.0}
-    same, parts = distill_loss(states, states, top, weight, embedding, extra, mix)
-    other, _ = distill_loss(states + 0.5 * torch.randn(40, 48), states, top, weight, embedding, extra, mix)
+    same, parts = distill_loss(states, states, top, embedding, extra, mix)
+    other, _ = distill_loss(states + 0.5 * torch.randn(40, 48), states, top, embedding, extra, mix)
     assert abs(same.item()) < 1e-4 < other.item()
     assert parts["hit"] == parts["weight"] == 40
 
@@ -123,8 +136,8 @@ def test_held_out_prompts_share_no_seven_words_with_training(kind):
     [
         (["--layers", "0,9"], "--layers: the target has layers 0 to 2"),
         (["--layers", "0,0"], "--layers"),
-        (["--cpu-minutes", "0"], "--cpu-minutes"),
-        (["--cpu-minutes", "nan"], "--cpu-minutes"),
+        (["--minutes", "0"], "--minutes"),
+        (["--minutes", "nan"], "--minutes"),
         (["--batch-tokens", "-1"], "--batch-tokens"),
         (["--grow", "README.md"], "--grow README.md: "),
         ([], "--data: no shard with a row"),
@@ -133,7 +146,7 @@ def test_held_out_prompts_share_no_seven_words_with_training(kind):
 def test_a_mistake_in_training_is_one_line(wrong, words, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _: None))
     monkeypatch.setattr(train, "held_out", lambda *_: [])
-    monkeypatch.setattr(train, "reported_runs", lambda _: set())
+    monkeypatch.setattr(train, "kept_out_runs", lambda *_: set())
     (tmp_path / "README.md").write_text("no draft")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
@@ -143,19 +156,3 @@ def test_a_mistake_in_training_is_one_line(wrong, words, folder, tmp_path, monke
         code = left.code
     err = capsys.readouterr().err.strip().splitlines()
     assert code == 2 and err[-1].startswith("error: ") and words in err[-1]
-
-
-def test_a_row_with_a_run_of_a_reported_prompt_is_left_out(rows, tmp_path):
-    prompts, done = rows
-    save_file(shard_of(done, [len(prompt) for prompt in prompts], [0, 1, 2]), tmp_path / "shard-0.safetensors")
-    reported = {tuple(done[1][0].tolist()[2 : 2 + RUN])}
-    shards = Shards(tmp_path, 0.3, reported)
-    assert [row[1] for row in shards.index] == [0, len(done[0][0]) + len(done[1][0])] and shards.left_out == 1
-    assert shards.tokens == len(done[0][0]) + len(done[2][0])
-
-
-def test_every_workload_and_held_out_prompt_is_reported():
-    tokenizer = tiny.words()
-    texts = []
-    reported_runs(lambda text, add_special_tokens: texts.append(text) or {"input_ids": tokenizer(text)["input_ids"]})
-    assert set(WORKLOADS.values()) <= set(texts) and {text for kind in HELD_OUT.values() for text in kind} <= set(texts)
