@@ -1,18 +1,20 @@
-# Two commands: `make bench` measures and prints the tables, `make test` runs every test. Both make .venv first, and both
-# may be called again after an interruption. QUICK=1 is a shorter bench; FRESH=1 measures again what is already there;
+# `make bench` measures and prints the tables, `make test` runs every test. Both make .venv first, and both may be called
+# again after an interruption. QUICK=1 is a shorter bench without verdicts; FRESH=1 measures again what is already there;
 # DRAFT= another draft, PYTHON= another interpreter, RESULTS= another folder.
+# `make results` measures everything that is committed, by the scripts' default commands, and refills README, RESULTS and card.
 PYTHON ?= python3
 RESULTS ?= speculative-decoding/results/local
 DRAFT ?= draft-s
 SCRIPTS := speculative-decoding
 PY := .venv/bin/python
 ifdef QUICK
-SIZES := --ks 1,2,3,5,8 --n-tokens 32
+SIZES := --ks 1,2,3,5,8 --n-tokens 32 --repeats 2
 COST_SIZES := --tokens 1,2,4,8 --repeats 10
 endif
 RESUME := $(if $(FRESH),,--resume auto)
+COMMITTED := $(SCRIPTS)/results
 
-.PHONY: bench test lint clean
+.PHONY: bench results figures test lint clean
 .DELETE_ON_ERROR:
 
 bench: .venv/ready
@@ -20,6 +22,26 @@ bench: .venv/ready
 	$(PY) $(SCRIPTS)/spec_precondition.py --draft $(DRAFT) $(COST_SIZES) --results $(RESULTS)/spec_precondition.json
 	$(PY) $(SCRIPTS)/spec_bench.py --draft $(DRAFT) $(SIZES) $(RESUME) --results $(RESULTS)/spec_bench.json
 	$(PY) $(SCRIPTS)/spec_plot.py --results $(RESULTS)
+
+results: .venv/ready
+	cd $(SCRIPTS) && ../$(PY) -m spec_models.embedded
+	$(PY) $(SCRIPTS)/spec_one_pass.py --results $(COMMITTED)/spec_one_pass.json
+	$(PY) $(SCRIPTS)/spec_precondition.py --draft $(DRAFT) --compare-passes --results $(COMMITTED)/spec_precondition.json
+	$(PY) $(SCRIPTS)/spec_precondition.py --dtype bfloat16 --draft $(DRAFT) --results $(COMMITTED)/spec_precondition_bfloat16.json
+	$(PY) $(SCRIPTS)/spec_decode.py --vs-transformers $(RESUME) --results $(COMMITTED)/spec_decode.json
+	$(PY) $(SCRIPTS)/spec_decode.py --tree 8 $(RESUME) --results $(COMMITTED)/spec_decode_tree.json
+	$(PY) $(SCRIPTS)/spec_bench.py $(RESUME) --results $(COMMITTED)/spec_bench.json
+	$(PY) $(SCRIPTS)/spec_drafts.py $(RESUME) --results $(COMMITTED)/spec_drafts.json
+	$(PY) $(SCRIPTS)/spec_drafts.py --dtype bfloat16 --allow-near-ties $(RESUME) --results $(COMMITTED)/spec_drafts_bfloat16.json
+	$(PY) $(SCRIPTS)/spec_sampling.py $(RESUME) --results $(COMMITTED)/spec_sampling.json
+	$(PY) $(SCRIPTS)/spec_lookup.py $(RESUME) --results $(COMMITTED)/spec_lookup.json
+	$(PY) $(SCRIPTS)/spec_adaptive.py $(RESUME) --results $(COMMITTED)/spec_adaptive.json
+	$(PY) $(SCRIPTS)/spec_batch.py $(RESUME) --results $(COMMITTED)/spec_batch.json
+	$(MAKE) figures
+
+figures: .venv/ready
+	$(PY) $(SCRIPTS)/spec_report.py
+	$(PY) $(SCRIPTS)/spec_plot.py --results $(COMMITTED)
 
 test: .venv/ready-dev
 	$(PY) -m ruff check .

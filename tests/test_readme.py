@@ -7,12 +7,15 @@ import shlex
 import subprocess
 from pathlib import Path
 
+from spec_common import UserError
+
 import pytest
 
 import spec_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "speculative-decoding" / "results"
+DRAFTS = ROOT / "speculative-decoding" / "drafts"
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 LINES = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
 SCRIPTS = [line for line in LINES if line.startswith("../.venv/bin/python ")]
@@ -41,11 +44,51 @@ def test_every_make_line_of_the_readme_names_a_target(line):
 
 def test_there_are_commands_to_check():
     assert len(SCRIPTS) >= 10
-    assert len(MAKE) == 2
+    assert {"make bench", "make test"} <= set(MAKE)
 
 
 def test_its_figures_are_what_the_committed_results_say():
     assert spec_report.main(["--check"]) == 0
+
+
+def committed() -> dict:
+    return {name: spec_report.load(RESULTS, name) for name in spec_report.NAMES}
+
+
+def test_pages_are_not_filled_from_results_of_several_commits_or_of_uncommitted_code():
+    spec_report.measured_by_one_commit(committed())
+    for change in ({"git_commit": "0" * 40}, {"git_dirty": True}):
+        every = committed()
+        every["bench"]["environment"] |= change
+        with pytest.raises(UserError, match="make results FRESH=1"):
+            spec_report.measured_by_one_commit(every)
+
+
+def test_a_failed_cell_and_one_of_too_few_turns_can_be_shown():
+    """Whatever a sweep left behind, the pages say what there is."""
+    every = committed()
+    for row in every["bench"]["rows"]:
+        if row.get("part") == "k" and row["k"] == 2:
+            row.update(error="out of memory", speedup=None)
+    every["drafts"]["summary"]["drafts"].append({"draft": "x", "parameters": 1, "c": 0.1, "draft_pass_ms": 1.0, "error": "out of memory", "speedup": None})
+    for row in every["sampling"]["summary"]["temperatures"]:
+        row.update(speedup_low=None, speedup_high=None, aa_low=None, aa_high=None)
+    shown = spec_report.claims(every) | spec_report.tables(every)
+    assert shown["m_sampling"] == "none" and "out of memory" in shown["draft_table"]
+
+
+def test_words_about_a_row_come_from_the_row():
+    every = committed()
+    row = next(row for row in every["decode"]["rows"] if row.get("part") == "decode")
+    assert f"{row['workload']}, k = {row['k']}" in spec_report.claims(every)["decode"]
+    row.update(exact=False, near_ties=[{"index": 1}], workload="another text")
+    said = spec_report.claims(every)["decode"]
+    assert "token for token" not in said and "another text" in said
+
+
+def test_a_marker_that_nothing_fills_is_named():
+    with pytest.raises(UserError, match="RESULTS.md: nothing fills the marker <!-- x -->"):
+        spec_report.filled("a <!-- x --><!-- /x -->", {}, "RESULTS.md")
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
@@ -54,8 +97,10 @@ def test_committed_results_are_strict_and_from_a_clean_commit(path):
     assert document["status"] == "complete"
     half = document["environment"]["dtype"] != "float32"
     assert document["environment"]["git_dirty"] is False
-    exact = [row["exact"] or (half and bool(row["near_ties"])) for row in document["rows"] if "exact" in row]
-    assert all(exact), "a text that is not the target's own, and no near-tie of half precision"
+    rows = [one for row in document["rows"] for one in (row.get("drafts", {}).values() or [row]) if "exact" in one]
+    near = [tie for row in rows for tie in row["near_ties"]]
+    assert all(row["exact"] or row["near_ties"] for row in rows), "a text that is not the target's own"
+    assert all(half and tie["near_tie"] for tie in near), "only a near-tie of half precision is excused"
 
 
 def test_every_chart_has_its_dark_twin():
@@ -66,10 +111,10 @@ def test_every_chart_has_its_dark_twin():
 
 
 def test_the_drafts_card_holds_acceptance_in_both_precisions():
-    card = spec_report.CARD.read_text(encoding="utf-8")
-    assert set(spec_report.card_figures()) == {"acceptance_float32", "acceptance_bfloat16"}
-    assert all(f"draft-{size}" in card for size in "sm") and "guess 5" in card
+    card = spec_report.PAGES["card"].read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- (acceptance_\w+) -->", card)) == {"acceptance_float32", "acceptance_bfloat16"}
+    assert all(path.stem in card for path in DRAFTS.glob("*.safetensors")) and "guess 5" in card
 
 
 def test_all_weights_together_are_small():
-    assert sum(path.stat().st_size for path in (ROOT / "speculative-decoding" / "drafts").glob("*.safetensors")) < 25e6
+    assert sum(path.stat().st_size for path in DRAFTS.glob("*.safetensors")) < 25e6

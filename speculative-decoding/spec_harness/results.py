@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import glob
+import hashlib
 import json
 import math
 import os
@@ -23,6 +25,8 @@ from filelock import FileLock, Timeout
 from spec_cli import replaceable
 
 SCHEMA_VERSION = 1
+PAGES = ("spec_report", "spec_plot")  # they show results and measure nothing
+BUSY = 0.5  # load for each CPU from which a measurement is worth a remark
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 # Options that change where things go, not what is measured: they may differ between a run and its resumption.
 TEXTS = ("--prompt", "--text")
@@ -43,6 +47,23 @@ def cpu_model() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+@functools.cache
+def code_hash() -> str:
+    """What measured: a hash of every file that a measurement runs through, committed or not. Read once, as it was loaded."""
+    folders = ("", "spec_harness", "spec_methods", "spec_models")
+    files = [path for folder in folders for path in sorted((HERE / folder).glob("*.py")) if path.stem not in PAGES]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def cpus_allowed() -> int | None:
+    """The CPUs that this process may run on, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def load_average() -> float | None:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def environment(device: torch.device, dtype: torch.dtype, model=None) -> dict:
@@ -67,8 +88,10 @@ def environment(device: torch.device, dtype: torch.dtype, model=None) -> dict:
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
+        "cpus_allowed": cpus_allowed(),
+        "code_sha256": code_hash(),
         "memory_bytes": psutil.virtual_memory().total,
-        "load_average_1m": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load_average_1m": load_average(),
     }
 
 
@@ -220,7 +243,7 @@ class ResultFile:
     def difference(self, old: dict) -> str | None:
         """The first setting, or part of the environment, in which an older file differs; None where it can go on."""
         mine = plain(self.document)
-        for part, ignored in (("config", ()), ("environment", ("load_average_1m", "git_dirty"))):
+        for part, ignored in (("config", ()), ("environment", ("load_average_1m", "load_average_1m_at_the_end", "git_dirty"))):
             theirs = old.get(part)
             if not isinstance(theirs, dict) or not isinstance(old.get("rows"), list):
                 return "it is no result file"
@@ -241,6 +264,7 @@ class ResultFile:
 
     def finish(self, summary: dict) -> None:
         self.document["summary"] = plain(summary)
+        self.document["environment"]["load_average_1m_at_the_end"] = load_average()
         self.document["status"] = "failed" if any(row.get("error") for row in self.rows) else "complete"
         self.write()
 
