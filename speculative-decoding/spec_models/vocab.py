@@ -44,13 +44,9 @@ def ranked(counts: Counter, size: int) -> list[int]:
     return sorted(range(size), key=lambda token: (-counts[token], token))
 
 
-def joined(lists: list[list[int]]) -> list[int]:
-    """Several lists of ids by falling frequency as one: an id stands where the list that likes it best has it."""
-    best: dict[int, int] = {}
-    for ids in lists:
-        for rank, token in enumerate(ids):
-            best[token] = min(rank, best.get(token, rank))
-    return sorted(best, key=lambda token: (best[token], token))
+def joined(earlier: list[int], seen: list[int]) -> list[int]:
+    """An earlier list and what new texts add to it: its order stays, so no size of head loses an id that it had."""
+    return list(dict.fromkeys([*earlier, *seen]))
 
 
 def count_text(tokenizer, text: str) -> Counter:
@@ -153,7 +149,7 @@ def main(argv=None) -> int:
         if earlier["vocabulary_sha256"] != document["vocabulary_sha256"]:
             raise UserError(f"--join {args.join.name}: of another tokenizer; leave it out")
         document["tokens_counted"] += earlier["tokens_counted"]
-        document["ids"] = joined([seen, earlier["ids"]])
+        document["ids"] = joined(earlier["ids"], seen)
     args.out.write_text(json.dumps(document) + "\n")
     print(f"{len(document['ids'])} ids of {document['tokens_counted']} tokens in {args.out.name}")
     for size in (1024, 2048, 4096, 8192, 16384):

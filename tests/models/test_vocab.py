@@ -385,5 +385,5 @@ def test_a_cut_draft_shares_the_targets_tensors_and_training_never_changes_them(
     )
 
 
-def test_joined_lists_keep_what_either_ranks_high():
-    assert vocab.joined([[5, 6, 7, 8], [8, 9, 5]]) == [5, 8, 6, 9, 7]
+def test_a_joined_list_keeps_the_earlier_one_at_every_size():
+    assert vocab.joined([5, 6, 7, 8], [8, 9, 5, 4]) == [5, 6, 7, 8, 9, 4]
