@@ -19,6 +19,7 @@ from pathlib import Path
 from spec_common import UserError, say, timed
 
 import torch
+from transformers import DynamicCache
 
 from draft_training import train as training
 from draft_training.card import model_card
@@ -30,15 +31,10 @@ from draft_training.teacher import TOP, Teacher
 from spec_cli import Help, Parser, at_least, command
 from spec_models.load import load
 
-CUTTABLE = (
-    "llama",
-    "qwen2",
-    "qwen3",
-)  # what the fast teacher computes; Mistral is a Llama where its window is not used
+CUTTABLE = ("llama", "qwen2", "qwen3")  # what the fast teacher computes
 DATA_SHARE, TRIAL_SHARE = 0.45, 0.05  # of the hours: writing data, trying layers; the rest trains
-COPYING = (
-    0.78  # how far up the target sits a layer that looks at what followed an earlier occurrence: 23 of 30 in SmolLM2
-)
+# How far up sits a layer that looks at what followed an earlier occurrence: 23 of 30 in SmolLM2.
+COPYING = 0.78
 PROMPT_SHARE = 0.3  # of the positions inside prompts that are learnt from
 PASSES = 15  # timed passes of one token
 
@@ -179,10 +175,11 @@ def choose_layers(args, work, target, shards, rows):
 def pass_seconds(model):
     """Median seconds of a pass over one token, plain transformers on this machine."""
     ids = torch.arange(3, 67).remainder(model.config.vocab_size)[None]
-    cache = model(ids, use_cache=True).past_key_values
+    cache = DynamicCache()
+    model(ids, cache=cache)
     times = []
     for _ in range(PASSES):
-        times.append(timed(lambda: model(ids[:, :1], past_key_values=cache), torch.device("cpu"))[1])
+        times.append(timed(lambda: model(ids[:, :1], cache=cache), torch.device("cpu"))[1])
     return statistics.median(times)
 
 
@@ -241,7 +238,12 @@ def parse_args(argv):
     parser.add_argument(
         "--keep-out", type=Path, nargs="*", default=[], metavar="FILE", help=".jsonl of prompts to judge on later"
     )
-    parser.add_argument("--hours", type=training.minutes, default=2.0, help="of time in all, pauses not counted")
+    parser.add_argument(
+        "--hours",
+        type=training.minutes,
+        default=2.0,
+        help="for data and training; the texts that are judged on take some minutes more",
+    )
     parser.add_argument(
         "--layers", type=training.layer_list, help="layers of the target to keep; by default a short trial chooses"
     )
