@@ -172,6 +172,16 @@ def lasting(setting):
     return {name: lasting(one) for name, one in setting.items() if not name.endswith("_ms")}
 
 
+def first_difference(name: str, there, here) -> str | None:
+    """Where two settings differ, by its own name inside of them; None where they do not."""
+    there, here = lasting(there), lasting(here)
+    if there == here:
+        return None
+    if isinstance(there, dict) and isinstance(here, dict):
+        return next(filter(None, (first_difference(f"{name}.{key}", there.get(key), here.get(key)) for key in [*here, *there])))
+    return f"{name}: {there} there, {here} here"
+
+
 class ResultFile:
     """One result file while it is being made: `rows` found on resuming, `add` for each new one.
 
@@ -248,8 +258,8 @@ class ResultFile:
             if not isinstance(theirs, dict) or not isinstance(old.get("rows"), list):
                 return "it is no result file"
             for name in [*mine[part], *theirs]:
-                if name not in ignored and lasting(mine[part].get(name)) != lasting(theirs.get(name)):
-                    return f"{name}: {theirs.get(name)} there, {mine[part].get(name)} here"[:200]
+                if name not in ignored and (found := first_difference(name, theirs.get(name), mine[part].get(name))):
+                    return found[:200]
         return None if old.get("schema_version") == SCHEMA_VERSION else "it has another schema"
 
     def find(self, **cell) -> dict | None:
