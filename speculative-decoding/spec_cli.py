@@ -140,7 +140,7 @@ def make_parser(doc: str, script: str, resume: bool = False) -> Parser:
     )
     shared.add_argument("--threads", type=at_least(0, 1024), default=0, help="CPU threads, 0 for torch's own choice")
     shared.add_argument("--repeats", type=at_least(1), default=FEWEST_PAIRS, help="counted turns of each arm")
-    shared.add_argument("--warmup", type=at_least(0), default=1, help="uncounted turns of each arm before them")
+    shared.add_argument("--warmup", type=at_least(0), default=0, help="further uncounted turns; every arm has run before in any case")
     shared.add_argument(
         "--results", type=Path, default=HERE / "results" / "local" / f"{script}.json", help="where the JSON goes"
     )

@@ -35,11 +35,13 @@ NAMES = ("one_pass", "precondition", "precondition_bfloat16", "decode", "decode_
          "drafts_bfloat16", "sampling", "lookup", "adaptive", "batch")  # fmt: skip
 
 
-def load(folder: Path, name: str) -> dict:
-    path = folder / f"spec_{name}.json"
-    if not path.exists():
-        raise UserError(f"{folder.name}/spec_{name}.json is not there; run `make results`")
-    return json.loads(path.read_text(encoding="utf-8"))
+def load_all(folder: Path) -> dict[str, dict]:
+    """The result files that are there, by name. Raises UserError where none is."""
+    paths = {name: folder / f"spec_{name}.json" for name in NAMES}
+    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    if not found:
+        raise UserError(f"{folder.name}: no result files in it; run `make results`")
+    return found
 
 
 def part(document: dict, name: str) -> list[dict]:
@@ -101,55 +103,88 @@ def by_verdict(rows: list[dict], name, kind: str) -> str:
     return named(found, "none")
 
 
-def claims(all_of: dict) -> dict[str, str]:
-    """The short figures of the README's two tables."""
-    cost, decode, tree, bench, drafts = (all_of[name] for name in ("precondition", "decode", "decode_tree", "bench", "drafts"))
-    v, row, best = {one["tokens"]: one["v"] for one in cost["rows"]}, part(decode, "decode")[0], bench["summary"]
-    usual = [one for one in part(bench, "workload") if one["k"] == USUAL_K]
-    low, high = (pick(usual, key=lambda one: one["speedup"]) for pick in (min, max))
-    exact = "token for token the same" if row["exact"] else "near-ties excused"
-    branch, ranked = part(tree, "decode")[0], sorted(drafts["summary"]["drafts"], key=lambda one: -(one["speedup"] or 0))
-    warm, where = all_of["sampling"]["summary"]["temperatures"], all_of["lookup"]["summary"]["where"]
-    arms, batches = all_of["adaptive"]["summary"]["arms"], part(all_of["batch"], "batch")
-    total = {one["arm"]: one for one in arms if one["text"] == "all"}
-    first = max((arm for arm in total if arm.startswith("k = ")), key=lambda arm: total[arm]["speedup"])
-    temperature = lambda one: f"temperature {one['temperature']:g}"  # noqa: E731
-    size = lambda one: f"a batch of {one['batch']}"  # noqa: E731
-    return {
-        "one_pass": f"largest difference {all_of['one_pass']['summary']['largest_difference_alone']:.4f} in a logit, rounding",
-        "precondition": f"V(4) = {v[4]:.2f}, V(8) = {v[8]:.2f}; nearly free (V <= {NEARLY_FREE}) up to {cost['summary']['nearly_free_up_to']} tokens",
-        "decode": f"{row['workload']}, k = {row['k']}: {row['emitted']} tokens in {row['target_passes']} passes, {speed_words(row)}; {exact}",
-        "tree": f"{branch['workload']}, up to {tree['config']['tree']} nodes: {branch['emitted']} tokens in {branch['target_passes']} passes, {speed_words(branch)}",
-        "bench": f"best k on {bench['config']['workload']} {best['best_k']}; at k = {USUAL_K} from {low['speedup']:.2f}x ({low['workload']}) to {high['speedup']:.2f}x ({high['workload']}); "
-        f"costs account for it to {best['prediction_error_median']:+.3f} in the median",
-        "drafts": "; ".join(f"{one['draft']} {one['speedup']:.2f}x (alpha {one['alpha'] or 0:.2f}, c {one['c']:.2f})" for one in ranked if not one["error"]),
-        "m_sampling": by_verdict(warm, temperature, "faster"), "l_sampling": by_verdict(warm, temperature, "slower"),
-        "m_lookup": named(where["lookup"]["faster"]), "l_lookup": named(where["lookup"]["slower"]),
-        "m_hybrid": named(where["hybrid"]["faster"]), "l_hybrid": named(where["hybrid"]["slower"]),
-        "m_adaptive": f"over all texts: cost {total['cost']['speedup']:.2f}x, confidence {total['confidence']['speedup']:.2f}x, the best fixed k ({first}) {total[first]['speedup']:.2f}x",
-        "m_batch": by_verdict(batches, size, "faster"), "l_batch": by_verdict(batches, size, "slower"),
-    }  # fmt: skip
+def essay_claims(all_of: dict) -> dict[str, str]:
+    """The short figures of the README's first table."""
+    found = {}
+    if one_pass := all_of.get("one_pass"):
+        found["one_pass"] = f"largest difference {one_pass['summary']['largest_difference_alone']:.4f} in a logit, rounding"
+    if cost := all_of.get("precondition"):
+        v, free = {one["tokens"]: one["v"] for one in cost["rows"]}, cost["summary"]["nearly_free_up_to"]
+        found["precondition"] = f"V(4) = {v[4]:.2f}, V(8) = {v[8]:.2f}; nearly free (V <= {NEARLY_FREE}) up to {free} tokens"
+    for name, key in (("decode", "decode"), ("decode_tree", "tree")):
+        if name in all_of:
+            row, nodes = part(all_of[name], "decode")[0], all_of[name]["config"]["tree"]
+            exact = "token for token the same" if row["exact"] else "near-ties excused"
+            found[key] = (f"{row['workload']}, k = {row['k']}{f', up to {nodes} nodes' if nodes else ''}: {row['emitted']} tokens in "
+                          f"{row['target_passes']} passes, {speed_words(row)}; {exact}")  # fmt: skip
+    if bench := all_of.get("bench"):
+        usual = [one for one in part(bench, "workload") if one["k"] == USUAL_K]
+        low, high = (pick(usual, key=lambda one: one["speedup"]) for pick in (min, max))
+        best = bench["summary"]
+        found["bench"] = (f"best k on {bench['config']['workload']} {best['best_k']}; at k = {USUAL_K} from {low['speedup']:.2f}x ({low['workload']}) to "
+                          f"{high['speedup']:.2f}x ({high['workload']}); costs account for it to {best['prediction_error_median']:+.3f} in the median")  # fmt: skip
+    if drafts := all_of.get("drafts"):
+        ranked = sorted((one for one in drafts["summary"]["drafts"] if not one["error"]), key=lambda one: -one["speedup"])
+        found["drafts"] = "; ".join(f"{one['draft']} {one['speedup']:.2f}x (alpha {one['alpha'] or 0:.2f}, c {one['c']:.2f})" for one in ranked)
+    return found
+
+
+def further_claims(all_of: dict) -> dict[str, str]:
+    """The short figures of the README's second table: where a method is faster than the target alone, and where slower."""
+    found = {}
+    if "sampling" in all_of:
+        warm = all_of["sampling"]["summary"]["temperatures"]
+        temperature = lambda one: f"temperature {one['temperature']:g}"  # noqa: E731
+        found |= {"m_sampling": by_verdict(warm, temperature, "faster"), "l_sampling": by_verdict(warm, temperature, "slower")}
+    if "lookup" in all_of:
+        where = all_of["lookup"]["summary"]["where"]
+        for name in ("lookup", "hybrid"):
+            found |= {f"m_{name}": named(where[name]["faster"]), f"l_{name}": named(where[name]["slower"])}
+    if "adaptive" in all_of:
+        total = {one["arm"]: one for one in all_of["adaptive"]["summary"]["arms"] if one["text"] == "all"}
+        first = max((arm for arm in total if arm.startswith("k = ")), key=lambda arm: total[arm]["speedup"])
+        found["m_adaptive"] = (f"over all texts: cost {total['cost']['speedup']:.2f}x, confidence {total['confidence']['speedup']:.2f}x, "
+                               f"the best fixed k ({first}) {total[first]['speedup']:.2f}x")  # fmt: skip
+    if "batch" in all_of:
+        rows, size = part(all_of["batch"], "batch"), lambda one: f"a batch of {one['batch']}"
+        found |= {"m_batch": by_verdict(rows, size, "faster"), "l_batch": by_verdict(rows, size, "slower")}
+    return found
 
 
 def tables(all_of: dict) -> dict[str, str]:
     """The long tables of RESULTS.md, each with the command and settings that it comes from."""
-    bench, drafts, decode, cost = (all_of[name] for name in ("bench", "drafts", "decode", "precondition"))
-    arms = all_of["adaptive"]["summary"]["arms"]
-    texts = [text for text in dict.fromkeys(row["text"] for row in arms) if text != "all"]
-    found = {
-        "costs": cost_table(cost["rows"], False), "passes": where_a_pass_goes(cost),
-        "forms": variants_table(cost["summary"]["compared"]["forms of pass"]), "costs_bfloat16": cost_table(all_of["precondition_bfloat16"]["rows"], False),
-        "decode_table": what_it_does(part(decode, "decode")[0], None), "versus": against_transformers(part(decode, "decode")[0]),
-        "tree_table": what_it_does(part(all_of["decode_tree"], "decode")[0], None),
-        "sweep": sweep_table(part(bench, "k"), wide=True), "workloads": workload_table(part(bench, "workload"), wide=True),
-        "bench_words": bench_verdict(bench["summary"], bench["config"]["workload"]),
-        "draft_table": draft_table(drafts["summary"]["drafts"], wide=True), "bigger": draft_verdict(drafts["summary"]["drafts"]),
-        "sampling_table": sampling_table(all_of["sampling"]["summary"]["temperatures"], wide=True),
-        "lookup_table": lookup_table(part(all_of["lookup"], "look-up"), wide=True),
-        "adaptive_table": adaptive_table(arms, "all", wide=True), "adaptive_texts": by_text(arms, texts),
-        "batch_table": batch_tables(part(all_of["batch"], "batch"), wide=True), "not_pay": slower_cells(bench, drafts), "machine": where_measured(bench),
-    }  # fmt: skip
-    return found | {f"from_{name}": conditions(all_of[name]) for name in NAMES if name != "one_pass"}
+    found = {f"from_{name}": conditions(one) for name, one in all_of.items() if name != "one_pass"}
+    if cost := all_of.get("precondition"):
+        forms = cost["summary"]["compared"].get("forms of pass")
+        found |= {"costs": cost_table(cost["rows"], False), "passes": where_a_pass_goes(cost), "forms": forms and variants_table(forms)}
+    if cost := all_of.get("precondition_bfloat16"):
+        found["costs_bfloat16"] = cost_table(cost["rows"], False)
+    if "decode" in all_of:
+        row = part(all_of["decode"], "decode")[0]
+        found |= {"decode_table": what_it_does(row, None), "versus": against_transformers(row)}
+    if "decode_tree" in all_of:
+        found["tree_table"] = what_it_does(part(all_of["decode_tree"], "decode")[0], None)
+    if bench := all_of.get("bench"):
+        found |= {"sweep": sweep_table(part(bench, "k"), wide=True), "workloads": workload_table(part(bench, "workload"), wide=True),
+                  "bench_words": bench_verdict(bench["summary"], bench["config"]["workload"]), "machine": where_measured(bench)}  # fmt: skip
+    if drafts := all_of.get("drafts"):
+        rows = drafts["summary"]["drafts"]
+        found |= {"draft_table": draft_table(rows, wide=True), "bigger": draft_verdict(rows), "acceptance_float32": acceptance(drafts)}
+    if "bench" in all_of and "drafts" in all_of:
+        found["not_pay"] = slower_cells(all_of["bench"], all_of["drafts"])
+    if "drafts_bfloat16" in all_of:
+        found["acceptance_bfloat16"] = acceptance(all_of["drafts_bfloat16"])
+    if "sampling" in all_of:
+        found["sampling_table"] = sampling_table(all_of["sampling"]["summary"]["temperatures"], wide=True)
+    if "lookup" in all_of:
+        found["lookup_table"] = lookup_table(part(all_of["lookup"], "look-up"), wide=True)
+    if "adaptive" in all_of:
+        arms = all_of["adaptive"]["summary"]["arms"]
+        texts = [text for text in dict.fromkeys(row["text"] for row in arms) if text != "all"]
+        found |= {"adaptive_table": adaptive_table(arms, "all", wide=True), "adaptive_texts": by_text(arms, texts)}
+    if "batch" in all_of:
+        found["batch_table"] = batch_tables(part(all_of["batch"], "batch"), wide=True)
+    return found
 
 
 def acceptance(drafts: dict) -> str:
@@ -169,13 +204,12 @@ def acceptance(drafts: dict) -> str:
     return markdown_table(shown, columns + [(f"p{i}", f"guess {i + 1}", str) for i in places])
 
 
-def filled(text: str, values: dict[str, str], page: str) -> str:
-    """A page with every marker's text replaced. Raises UserError for a marker that nothing fills."""
+def filled(text: str, values: dict[str, str | None]) -> str:
+    """A page with every marker's text replaced; what has not been measured says so."""
     for name in re.findall(r"<!-- (\w+) -->", text):
-        if name not in values:
-            raise UserError(f"{page}: nothing fills the marker <!-- {name} -->")
+        value = values.get(name) or "not measured yet; `make results` does"
         pattern = re.compile(rf"(<!-- {name} -->)(\n?).*?(<!-- /{name} -->)", re.DOTALL)
-        text = pattern.sub(lambda match, value=values[name]: match[1] + match[2] + (value or "") + match[2] + match[3], text)
+        text = pattern.sub(lambda match, value=value: match[1] + match[2] + value + match[2] + match[3], text)
     return text
 
 
@@ -194,13 +228,12 @@ def main(argv=None) -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the result files")
     parser.add_argument("--check", action="store_true", help="only say whether the pages are what the results say")
     args = parser.parse_args(argv)
-    all_of = {name: load(args.results, name) for name in NAMES}
+    all_of = load_all(args.results)
     measured_by_one_commit(all_of)
-    card = {"acceptance_float32": acceptance(all_of["drafts"]), "acceptance_bfloat16": acceptance(all_of["drafts_bfloat16"])}
-    values, stale = claims(all_of) | tables(all_of) | card, []
+    values, stale = essay_claims(all_of) | further_claims(all_of) | tables(all_of), []
     for page in PAGES.values():
         text = page.read_text(encoding="utf-8")
-        new = filled(text, values, page.name)
+        new = filled(text, values)
         if new != text:
             stale.append(page.name)
             if not args.check:

@@ -31,7 +31,7 @@ from draft_training.requests import (
     read_prompts,
     templated,
 )
-from draft_training.teacher import TOP, Teacher
+from draft_training.teacher import Teacher, continue_rows
 from spec_cli import Help, Parser, at_least, command, fraction
 
 NEW_TOKENS = 64  # tokens a row: many short rows, because a draft agrees least at the beginning of a text
@@ -42,49 +42,6 @@ OWN_SHARES = {"file": 0.0, "own": 0.8, "turns": 0.1, "long": 0.1}  # and without
 MOST_ROWS, CACHED = 256, 80_000  # rows of a batch, and cache slots of all of them together
 SAMPLED_STARTS = (0, 0, 4, 12)  # tokens sampled before greedy takes over: the same template then leads to many texts
 OPENING_STARTS = (12, 20, 28)  # the same after a bare opening, which alone would always lead to the same text
-
-
-def pick(values, indices, sampled, generator):
-    """The next ids: greedy, or sampled among the teacher's best where `sampled`."""
-    drawn = torch.multinomial(values.float().softmax(-1), 1, generator=generator)
-    return torch.where(sampled, indices.gather(1, drawn)[:, 0], indices[:, 0])
-
-
-def keep(kept, alive, running, parts, skips):
-    """Append this step's ids, hidden states and top ids to every row that still runs, without its padding."""
-    for at, row in enumerate(alive.tolist()):
-        if running[at]:
-            for store, part in zip(kept[row], parts, strict=True):
-                store.append(part[at, skips[at] :])
-
-
-def continue_rows(teacher, prompts, new_tokens, starts, stop_id, generator=None):
-    """Continue prompts in one batch; gives per row (ids, hidden, top ids). A row ends at its stop id."""
-    width, rows = max(map(len, prompts)), len(prompts)
-    pad = torch.tensor([width - len(prompt) for prompt in prompts])
-    block = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    cache, alive, starts = teacher.new_cache(rows, width + new_tokens), torch.arange(rows), torch.tensor(starts)
-    kept, position, running = [[[], [], []] for _ in prompts], 0, torch.ones(rows, dtype=torch.bool)
-    for step in range(new_tokens):
-        hidden = teacher.hidden(block, cache, position, pad)
-        values, best = (part.view(*block.shape, TOP) for part in teacher.top(hidden.flatten(0, 1)))
-        keep(
-            kept,
-            alive,
-            running,
-            (block, hidden.half(), best.to(torch.int32)),
-            pad.tolist() if step == 0 else [0] * len(alive),
-        )
-        position += block.shape[1]
-        following = pick(values[:, -1], best[:, -1], step < starts, generator)
-        block, running = following[:, None], running & (following != stop_id)
-        if running.sum() < 0.9 * len(running):  # leaving costs a copy of the cache, so rows leave together
-            block, pad, alive, starts = block[running], pad[running], alive[running], starts[running]
-            cache = [[part[running] for part in layer] for layer in cache]
-            running = running[running]
-        if not len(alive):
-            break
-    return [[torch.cat(part) for part in row] for row in kept]
 
 
 def shard_of(rows, prompt_lengths, kinds):

@@ -14,6 +14,7 @@ import sys
 from spec_common import UserError
 
 from draft_training.prompts import HELD_OUT, as_ids
+from draft_training.teacher import continue_rows
 from workloads import GROUNDED, WORKLOADS
 
 RUN = 12  # ids in a row that a training row may not share with a reported text: about eight words
@@ -50,7 +51,6 @@ def reported_texts(files=()):
 
 def continue_all(teacher, prompts, stop_id):
     """The target's greedy ids after each prompt, as it writes them alone; prompts of like length share a batch."""
-    from draft_training.data import continue_rows  # data.py builds on this file
 
     order, texts = sorted(range(len(prompts)), key=lambda at: len(prompts[at])), [None] * len(prompts)
     for first in range(0, len(order), AT_ONCE):

@@ -9,6 +9,8 @@ import json
 
 from spec_common import UserError
 
+from draft_training.teacher import continue_rows
+
 HELD_OUT_SHARE = 20  # one in so many prompts of the user's own is judged on, never trained on
 LONGEST_PROMPT = 1000  # ids; what is longer is left out
 OWN_IDS = 80  # ids that a request of the target's own may have
@@ -117,7 +119,6 @@ def is_request(text):
 def own_requests(teacher, tokenizer, count, generator):
     """Requests that the target writes after the opening of a user's turn, sampled from its best 16 ids at temperature
     1, without what did not end, is short, doubled or repeats itself (of the embedded target one in eight)."""
-    from draft_training.data import continue_rows  # data.py builds on this file
 
     begun, stop = opening(tokenizer), tokenizer.eos_token_id
     rows = continue_rows(teacher, [begun] * count, OWN_IDS, [OWN_IDS] * count, stop, generator)
@@ -143,7 +144,6 @@ def conversations(teacher, tokenizer, requests, rng, new_tokens=64):
 
 def answered(teacher, tokenizer, prompts, new_tokens):
     """The target's greedy answers to conversations, as text, cut at the end of a sentence where there is one."""
-    from draft_training.data import continue_rows  # data.py builds on this file
 
     if not prompts:
         return []

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_training import train
-from draft_training.data import continue_rows, shard_of
+from draft_training.data import shard_of
 from draft_training.prompts import HELD_OUT, KINDS, training_texts
 from draft_training.shards import Shards
-from draft_training.teacher import Teacher
+from draft_training.teacher import Teacher, continue_rows
 from draft_training.train import distill_loss, rate, trainable
 
 

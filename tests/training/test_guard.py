@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_training import guard
-from draft_training.data import continue_rows, shard_of
+from draft_training.data import shard_of
 from draft_training.guard import RUN, continuations, kept_out_runs, read_turns, reported_texts, runs
 from draft_training.prompts import HELD_OUT
 from draft_training.shards import Shards
-from draft_training.teacher import Teacher
+from draft_training.teacher import Teacher, continue_rows
 from workloads import GROUNDED, WORKLOADS
 
 
