@@ -8,7 +8,7 @@ from spec_common import UserError
 import pytest
 import torch
 
-from draft_training import data
+from draft_training import data, requests
 from draft_training.data import batches_of, chat_prompts, training_prompts_of
 from draft_training.requests import (
     FOLLOW_UPS,
@@ -48,7 +48,7 @@ def writes(monkeypatch, texts):
         said = [texts[at % len(texts)] for at in range(len(prompts))]
         return [[torch.tensor([*ids, *map(ord, text)])] for ids, text in zip(prompts, said, strict=True)]
 
-    monkeypatch.setattr(data, "continue_rows", continue_rows)
+    monkeypatch.setattr(requests, "continue_rows", continue_rows)
     return calls
 
 
