@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from spec_loop import Pass, forward
-from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, vocabulary_rows
+from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, has_own_reach, vocabulary_rows
 
 
 class RowLayer(DynamicLayer):
@@ -109,18 +109,6 @@ def read_prompts(model, ids: torch.Tensor, lengths: list[int], room: int) -> Row
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
-
-OWN_REACH = ("attention_chunk_size", "window_size")  # what configs call a reach that no mask of ours knows
-KNOWN_KINDS = {"full_attention", "sliding_attention", "global"}
-
-
-def has_own_reach(model) -> bool:
-    """Whether some layers look back in chunks, or in windows that they count themselves: a try of a few tokens, shorter
-    than those, would not see it."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ["unknown"]
-    return not KNOWN_KINDS.issuperset(kinds) and any(getattr(config, name, None) for name in OWN_REACH)
-
 
 @torch.inference_mode()
 def ragged_error(model) -> float:

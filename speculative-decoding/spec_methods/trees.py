@@ -17,7 +17,7 @@ from spec_common import UserError, is_out_of_memory
 import torch
 
 from spec_loop import Budget, ModelDrafter, Proposal, State, forward, keep_slots, new_cache
-from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, vocabulary_rows
+from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, has_own_reach, vocabulary_rows
 
 BRANCHES = 8  # children looked at of a node: a lower rank is hardly ever among the best nodes
 
@@ -203,6 +203,8 @@ def check_tree(loaded: Loaded) -> None:
     refusal = UserError(
         f"{loaded.flag} {loaded.name}: this architecture cannot check a tree of guesses; leave --tree out"
     )
+    if has_own_reach(loaded.model):
+        raise refusal
     try:
         error = tree_error(loaded.model)
     except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError) as problem:

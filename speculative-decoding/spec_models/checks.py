@@ -22,6 +22,8 @@ LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # w
 TRIAL = 10  # tokens of the real try
 CANNOT = "this architecture cannot verify blocks: it {}"
 FEW, MOST = 10, 100  # differing ids that a remark lists, and a result file
+OWN_REACH = ("attention_chunk_size", "window_size")  # what configs call a reach that no mask of ours knows
+KNOWN_KINDS = {"full_attention", "sliding_attention", "global"}
 
 
 @dataclass
@@ -181,6 +183,14 @@ def attention_windows(model) -> dict[str, int | None]:
         return {"full_attention": window}
     found = {kind: window if kind.startswith("sliding") else None for kind in kinds}
     return found if len(found) > 1 else {"full_attention": next(iter(found.values()))}
+
+
+def has_own_reach(model) -> bool:
+    """Whether some layers look back in chunks, or in windows that they count themselves: a try of a few tokens, shorter
+    than those, would not see it."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ["unknown"]
+    return not KNOWN_KINDS.issuperset(kinds) and any(getattr(config, name, None) for name in OWN_REACH)
 
 
 def meaning(tokenizer, token: str, token_id: int) -> str:

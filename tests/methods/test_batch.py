@@ -28,6 +28,8 @@ from spec_methods.batch import LookupRows, ModelRows
 from spec_methods.lookup import MATCHES, LookupDrafter
 from spec_methods.policy import POLICIES, FixedK, make_policy
 from spec_methods.rows import RowCache, check_rows, feed, mask_of, read_prompts
+from spec_methods.trees import check_tree
+from spec_models import checks
 from spec_models.checks import Loaded
 from spec_models.vocab import cut_head
 
@@ -375,12 +377,14 @@ def test_a_reach_that_our_mask_does_not_know_is_refused_however_long_it_is(name,
     """A try of a few tokens fits into a chunk of 16; the texts that follow need not."""
     with pytest.raises(UserError, match="--target tiny: rows of different lengths do not give"):
         check_rows(loaded(OWN_REACH[name](reach)))
+    with pytest.raises(UserError, match="--target tiny: this architecture cannot check a tree"):
+        check_tree(loaded(OWN_REACH[name](reach)))
 
 
 def test_a_config_that_names_a_reach_which_no_layer_has_is_served():
     for model in (OWN_REACH["llama4, chunks"](16, "full_attention"), OWN_REACH["gpt-neo, local"](16, "global")):
-        assert not row_cache.has_own_reach(model)
-    assert not any(row_cache.has_own_reach(tiny.model(name)) for name in tiny.ARCHITECTURES)
+        assert not checks.has_own_reach(model)
+    assert not any(checks.has_own_reach(tiny.model(name)) for name in tiny.ARCHITECTURES)
 
 
 def test_what_takes_no_mask_of_ours_is_refused():
