@@ -265,3 +265,36 @@ def test_greedy_judges_a_tree_by_its_children():
     out = Pass(logits, (), torch.tensor(True))
     verdict = Greedy().judge(out, TreeProposal(torch.tensor([2, 3, 5]), [None] * 3, parents=[-1, -1, 1]))
     assert (verdict.path, verdict.token) == ([1, 2], 6)
+
+
+# ------------------------------------------------------------------------------------------------------------- features
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("shape", ["chain", "uneven"])
+def test_a_drafter_that_asks_for_features_gets_those_of_the_text_and_no_others(shape, fused):
+    """Of the prompt at the start and of the kept path in every round: side by side they are what one pass over the whole
+    text gives, whatever was rejected between them."""
+    plain = tiny.llama()
+    target = FusedLlama(tiny.llama()).eval() if fused else plain
+    text = list(tiny.greedy_once(plain, tiny.PROMPT, 24))
+    drafter, seen = Scripted(target, text, SHAPES[shape], 3), []
+    drafter.taps = (1, 2)
+    start, keep = drafter.start, drafter.keep
+
+    def started(state):
+        start(state)
+        seen.append(state.features)
+
+    def kept(state, path, features):
+        keep(state, path, features)
+        seen.append(features)
+
+    drafter.start, drafter.keep = started, kept
+    done = run_speculative(tiny.task(target, n=24), Method(drafter, FixedK(8), Greedy())).done
+    assert done.tokens == text and sum(done.accepted) > 3
+    whole = plain(torch.tensor([[*tiny.PROMPT, *text]]), output_hidden_states=True, use_cache=False).hidden_states
+    for place, tap in enumerate(drafter.taps):
+        got = torch.cat([features[place] for features in seen], dim=1)
+        assert got.shape[1] == len(tiny.PROMPT) + 24 - 1
+        assert torch.allclose(got, whole[tap][:, : got.shape[1]], atol=1e-4)
