@@ -179,10 +179,14 @@ PATHS = ([0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 1, 4, 6], [0,
 NODES = torch.tensor([[9, 4, 51, 33, 8, 20, 61, 2]])
 
 
-def tree_pass(model, length: int, additive: bool = False):
-    """A cache of `length` tokens and the tree behind them, and the logits of every node."""
+def tree_pass(model, length: int, additive: bool = False, before: int = 0):
+    """A cache of `length` tokens and the tree behind them, and the logits of every node. `before`: tokens of other
+    passes, the last as large as the tree's, that were taken back."""
     cache = new_cache(model)
     tiny.fed(model, TEXT[:, :length], cache, 1)
+    for more in (before - len(TREE), before) if before else ():
+        tiny.fed(model, TEXT[:, : length + more], cache, len(TREE))
+    keep_slots(cache, length)
     mask = torch.zeros(1, 1, len(TREE), length + len(TREE), dtype=torch.bool)
     mask[..., :length] = True
     for node, path in enumerate(PATHS):
@@ -194,14 +198,12 @@ def tree_pass(model, length: int, additive: bool = False):
 
 
 @pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("length", [5, FIRST_ROOM - 3])
-def test_every_node_of_a_tree_gets_its_paths_logits_and_a_chain_after_it_its_own(length, additive, form):
+@pytest.mark.parametrize(("length", "before"), [(5, 20), (FIRST_ROOM - 3, 0)])
+def test_every_node_of_a_tree_gets_its_paths_logits_and_a_chain_after_it_its_own(length, before, additive, form):
     plain, _, whole = made("llama")
     model = captured_form()
-    chain = new_cache(model)
-    tiny.fed(model, TEXT[:, : length + 9], chain, 1)
     for _ in range(2):  # the second time replayed
-        cache, rows = tree_pass(model, length, additive)
+        cache, rows = tree_pass(model, length, additive, before)
         for node, path in enumerate(PATHS):
             with torch.inference_mode():
                 alone = plain(torch.cat([TEXT[:, :length], NODES[:, path]], dim=1), use_cache=False).logits[0, -1]
@@ -312,13 +314,16 @@ def test_a_graph_reads_nothing_that_may_go_away_while_it_lives(fake_cuda):
     model = GraphLlama(FusedLlama(tiny.llama(**LONG)).eval()).eval()
     forward(model, TEXT[:, :2], first := new_cache(model))
     forward(model, TEXT, new_cache(model))  # the model's table of turns is replaced
-    (graph,), stage = fake_cuda, tree_leaves(list(vars(first.stage).values()))
-    made_inside, read = set(), set()
-    for _, args, kwargs, out in graph.calls:
-        read |= {place(one) for one in tree_leaves((args, kwargs))} - made_inside
-        made_inside |= {place(one) for one in tree_leaves(out)} - read
-    held = {place(one) for one in (*model.parameters(), *stage)}
-    assert place(model.fused.turns[0]) not in read and read <= held
+    forward(model, TEXT[:, 2:5], first)
+    stage = tree_leaves([value for name, value in vars(first.stage).items() if name != "graphs"])
+    held = {place(one) for one in (*model.parameters(), *stage, None)}
+    assert len(fake_cuda) == 2 and place(model.fused.turns[0]) not in held
+    for graph in fake_cuda:
+        made_inside, read = set(), set()
+        for _, args, kwargs, out in graph.calls:
+            read |= {place(one) for one in tree_leaves((args, kwargs))} - made_inside
+            made_inside |= {place(one) for one in tree_leaves(out)} - read
+        assert read <= held
 
 
 def test_a_capture_that_fails_is_one_line_and_memory_that_ran_out_stays_what_it_is(fake_cuda, monkeypatch):
