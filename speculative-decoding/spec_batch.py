@@ -308,6 +308,8 @@ def check_args(args):
     """What a batch cannot do. Raises UserError."""
     if args.loop != "lean":
         raise UserError(f"--loop {args.loop}: a batch is decoded by the lean loop; leave it out")
+    if args.pass_form == "graph":
+        raise UserError("--pass graph: captures passes of one request, not of a batch; choose fused, plain or auto")
     if args.k_policy == "cost":
         raise UserError(
             "--k-policy cost: knows what single requests cost; choose fixed, heuristic or confidence for a batch"

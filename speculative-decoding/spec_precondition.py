@@ -242,7 +242,9 @@ def parse_args(argv):
         help="V(n) with every kind of linear layer, in turns with one another (CPU)",
     )
     parser.add_argument(
-        "--compare-passes", action="store_true", help="V(n) in both forms of pass, in turns with one another"
+        "--compare-passes",
+        action="store_true",
+        help="V(n) in both forms of pass, on CUDA also captured (graph), in turns with one another",
     )
     parser.set_defaults(repeats=20, warmup=3)  # a pass is short: more turns, a steadier median
     return parser.parse_args(argv)
@@ -274,6 +276,8 @@ def main(argv=None) -> int:
     print(f"context {args.context}\n\n{cost_table(rows, essay)}")
     for name, found in summary["compared"].items():
         print(f"\n{name} side by side\n\n{variants.table(found)}")
+        if name == "forms of pass":
+            print(f"\n{variants.launch_line(found)}")
     if draft:
         interval = interval_text(summary["c_interval"]["low"], summary["c_interval"]["high"], 3)
         ms = f"one draft pass {summary['draft_pass_ms']:.2f} ms"

@@ -50,7 +50,7 @@ def add_draft_options(parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--pass", dest="pass_form", choices=PASSES, default="auto",
-        help="of target and draft. fused: Llama's layers with fewer operators; plain: as transformers runs them; auto: fused on a CPU where both can",
+        help="of target and draft. fused: Llama's layers with fewer operators; graph: those captured, one CUDA graph for each size of pass; plain: as transformers runs them; auto: fused on a CPU where both can",
     )  # fmt: skip
 
 

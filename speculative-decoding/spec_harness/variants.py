@@ -13,8 +13,9 @@ from spec_harness.costs import timed_pass, warm_cache
 from spec_harness.tables import fixed, markdown_table
 from spec_models.checks import Loaded
 from spec_models.fused import FusedLlama, supported
+from spec_models.graph import GraphLlama, captures
 from spec_models.linear import KINDS, pack, twin, works
-from spec_models.pairs import run_fused
+from spec_models.pairs import fuse, run_fused
 
 
 def in_each_kind(loaded: Loaded, asked: str) -> dict[str, torch.nn.Module]:
@@ -25,7 +26,7 @@ def in_each_kind(loaded: Loaded, asked: str) -> dict[str, torch.nn.Module]:
     kinds = [kind for kind in KINDS if works(kind, loaded.model.dtype)]
     is_fused = run_fused(asked, [loaded])
     models = {
-        kind: FusedLlama(twin(loaded.model)).eval() if is_fused else twin(loaded.model) for kind in (*kinds, "plain")
+        kind: fuse(twin(loaded.model), asked) if is_fused else twin(loaded.model) for kind in (*kinds, "plain")
     }
     for kind, model in models.items():
         pack([model], kind)
@@ -33,10 +34,13 @@ def in_each_kind(loaded: Loaded, asked: str) -> dict[str, torch.nn.Module]:
 
 
 def in_each_pass(loaded: Loaded, kind: str) -> dict[str, torch.nn.Module]:
-    """The model, not packed yet, in both forms of pass, linear layers of that kind. Raises UserError where it cannot be fused."""
+    """The model, not packed yet, in both forms of pass, linear layers of that kind; on CUDA also captured, over the
+    very layers of the fused one. Raises UserError where it cannot be fused."""
     if not supported(loaded.model):
         raise UserError(f"--compare-passes: {loaded.name} cannot be fused; leave it out")
     models = {"plain": twin(loaded.model), "fused": FusedLlama(twin(loaded.model)).eval()}
+    if captures(loaded.model.device):
+        models["graph"] = GraphLlama(models["fused"]).eval()
     done: dict = {}
     for model in models.values():
         pack([model], kind, done)
@@ -60,6 +64,22 @@ def measure_variants(models: dict, ids: torch.Tensor, context: int, sizes: list[
          "of_first": paired_ratio(seconds[name, n], seconds[first, n])["median"], "seconds": seconds[name, n]}
         for name in models for n in sizes
     ]  # fmt: skip
+
+
+def launch_line(rows: list[dict]) -> str:
+    """How much of a fused pass was launching its operators: what capturing them saves, as medians of differences within
+    a turn. From the rows of `measure_variants` for the forms of pass."""
+    seconds = {(row["variant"], row["tokens"]): row["seconds"] for row in rows}
+    sizes = [row["tokens"] for row in rows if row["variant"] == "graph"]
+    if not sizes:
+        return "launch overhead: nothing is captured on this device, so it cannot be told from the rest of a pass."
+    parts = []
+    for n in dict.fromkeys((min(sizes), max(sizes))):
+        turns = list(zip(seconds["fused", n], seconds["graph", n], strict=True))
+        saved = 1000 * statistics.median(fused - graph for fused, graph in turns)
+        whole = 1000 * statistics.median(seconds["fused", n])
+        parts.append(f"{saved:.2f} of {whole:.2f} ms in a pass over {n} token{'s' if n > 1 else ''}")
+    return f"launch overhead (fused minus graph): {', '.join(parts)}."
 
 
 def table(rows: list[dict]) -> str:

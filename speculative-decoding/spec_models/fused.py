@@ -249,15 +249,21 @@ class FusedLlama(nn.Module):
             cache.reserve(self, end)
         places = slice(end - n, end) if position_ids is None else position_ids.expand(rows, n).flatten()
         turn, sight = self.turn(places, end), self.sight(rows, n, end - n, attention_mask, own)
-        x, wanted = self.embed(input_ids.flatten()), frozenset(output_hidden_states or ())
+        wanted = frozenset(output_hidden_states or ())
+        x, states = self.through_layers(self.embed(input_ids.flatten()), cache, turn, sight, wanted)
+        if own:
+            cache.length = end
+        return self.result(x.view(rows, n, -1), states, wanted, logits_to_keep)
+
+    def through_layers(self, x: torch.Tensor, cache, turn, sight, wanted: frozenset[int]) -> tuple[torch.Tensor, list]:
+        """What the last layer gives for embeddings x (rows x n, hidden), and of all the states those `wanted`, else None.
+        Nothing here depends on how much the cache holds: a pass over n tokens is the same operators every time."""
         states = [x if 0 in wanted else None]
         for index, layer in enumerate(self.layers):
             x = x + self.attend(x, layer, index, cache, turn, sight)
             x = x + self.mix(x, layer)
             states.append(x if index + 1 in wanted else None)
-        if own:
-            cache.length = end
-        return self.result(x.view(rows, n, -1), states, wanted, logits_to_keep)
+        return x, states
 
     def result(self, x: torch.Tensor, states: list, wanted: frozenset[int], keep: int) -> CausalLMOutputWithPast:
         """The last norm and the head of x (rows, n, hidden), and the hidden states asked for."""

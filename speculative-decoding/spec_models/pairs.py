@@ -2,7 +2,7 @@
 
 A draft's name is a hub id, a folder, a `.gguf` file, a file of drafts/ by its name, or `cut:0,1,29` (those layers of the
 target, with its own embedding and head). Its head: the whole, or the frequent ids alone. The form of the pass is one for
-target and drafts, transformers' own code or fused: costs of two forms say nothing of one another.
+target and drafts, transformers' own code, fused, or fused and captured: costs of two forms say nothing of one another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from spec_common import HERE, UserError, dtype_name, first_line
+from spec_common import HERE, UserError, dtype_name, first_line, remark
 
 import torch
 
@@ -22,6 +22,7 @@ from spec_models.checks import Loaded, check_blocks, check_same_tokenizer
 from spec_models.cut import cut_model
 from spec_models.embedded import sha256
 from spec_models.files import belongs_to, build_draft
+from spec_models.graph import GraphLlama, captures
 from spec_models.load import EMBEDDED, linear_kind, load, pack_linear
 from spec_models.vocab import cut_head, frequent_ids
 
@@ -35,7 +36,7 @@ PAIRS = {
     "smollm2": (EMBEDDED, "draft-s"),
     "essay": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
 }
-PASSES = ("auto", "fused", "plain")
+PASSES = ("auto", "fused", "graph", "plain")
 
 
 # ------------------------------------------------------------------------------------------------------------ by name
@@ -129,25 +130,35 @@ def keeps_plain(args) -> bool:
 
 
 def run_fused(asked: str, models: list[Loaded]) -> bool:
-    """Whether all of them run fused: where that is asked for, and of itself on a CPU where each can. Raises UserError."""
+    """Whether all of them run fused, captured or not: where that is asked for, and of itself on a CPU where each can.
+    Raises UserError."""
     unfit = next((one for one in models if not fused.supported(one.model)), None)
-    if asked == "fused" and unfit is not None:
+    if asked in ("fused", "graph") and unfit is not None:
         raise UserError(
-            f"--pass fused: {unfit.name} is no Llama or Qwen2 with plain linear layers on one device; leave it at auto"
+            f"--pass {asked}: {unfit.name} is no Llama or Qwen2 with plain linear layers on one device; leave it at auto"
         )
-    return asked == "fused" or (asked == "auto" and unfit is None and models[0].model.device.type == "cpu")
+    return asked in ("fused", "graph") or (asked == "auto" and unfit is None and models[0].model.device.type == "cpu")
+
+
+def fuse(model, asked: str):
+    """The fused form of a plain model, or with `asked` graph the form whose passes are captured."""
+    one = fused.FusedLlama(model).eval()
+    return GraphLlama(one).eval() if asked == "graph" else one
 
 
 def set_passes(args, models: list[Loaded]) -> None:
     """Put target and drafts into one form of pass, in place. A model that two of them are is fused once."""
     is_fused, made = run_fused(args.pass_form, models), {}
+    device = models[0].model.device
+    if args.pass_form == "graph" and not captures(device):
+        remark(f"--pass graph: nothing is captured on {device.type}; passes run the same code without, which is no gain")
     for one in models:
-        one.about["pass"] = "fused" if is_fused else "plain"
+        one.about["pass"] = "graph" if args.pass_form == "graph" else "fused" if is_fused else "plain"
         if not is_fused:
             continue
         plain = one.model
         if id(plain) not in made:
-            made[id(plain)] = (plain, fused.FusedLlama(plain).eval())
+            made[id(plain)] = (plain, fuse(plain, args.pass_form))
         one.model = made[id(plain)][1]
         one.plain = (one.plain or plain) if keeps_plain(args) else None
         object.__setattr__(one.model, "plain", one.plain)  # not registered: no part of the fused model

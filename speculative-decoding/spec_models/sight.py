@@ -19,6 +19,11 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
+def visible(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of either kind as True (seen) and False."""
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
 class Block:
     """All rows in one product: a row's result may depend, in its last bits, on how many stand beside it."""
 
@@ -81,7 +86,7 @@ class Rows:
 def visible_paths(mask: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
     """Of a mask (n, slots): how many slots each row sees, and which, in order, (n, slots); None where every row sees the
     first ones, as in a chain."""
-    seen = mask if mask.dtype == torch.bool else mask == 0
+    seen = visible(mask)
     counts = seen.sum(1)
     if torch.equal(seen, torch.arange(seen.shape[1], device=seen.device) < counts[:, None]):
         return counts.tolist(), None
