@@ -79,12 +79,19 @@ def below_best(task: Task, row: torch.Tensor, tokens: list[int]) -> tuple[float,
     return best - float(row[tokens].min()), noise
 
 
+def is_whole(task: Task, tokens: list[int]) -> bool:
+    """Whether a text ends where one may: after n tokens, or with its first end token."""
+    early = bool(task.ends & set(tokens[:-1]))
+    return bool(tokens) and not early and (len(tokens) == task.n_tokens or (len(tokens) < task.n_tokens and tokens[-1] in task.ends))
+
+
 def check_exact(task: Task, arm: str, expected: list[int], got: list[int], allow_near_ties: bool) -> list[dict]:
     """[] where `got` is `expected`, the target's own text. Raises Mismatch, or gives what it excused.
 
     In float32 nothing is excused. In half precision a text may part from the other at a near-tie: from there on every
     token of `got` is looked at by itself, after its own prefix, and has to be within rounding of the target's best;
-    each one that is not the best is a tie more. What is looked at is a pass over one token, as in plain decoding.
+    each one that is not the best is a tie more. What is looked at is a pass over one token, as in plain decoding. And
+    the text has to end where one may: with n tokens, or with its first end token.
     """
     if got == expected:
         return []
@@ -99,7 +106,7 @@ def check_exact(task: Task, arm: str, expected: list[int], got: list[int], allow
                   "got": contenders[-1], "below_best": None, "near_tie": False}  # fmt: skip
         if None not in contenders:
             report["below_best"], report["allowed"] = below_best(task, row, contenders)
-            report["near_tie"] = report["below_best"] <= report["allowed"] and task.target.dtype in HALF
+            report["near_tie"] = report["below_best"] <= report["allowed"] and task.target.dtype in HALF and is_whole(task, got)
         if not report["near_tie"] or not allow_near_ties:
             noise = (row - forced_row(task, got[:index], BLOCK)).abs().max()
             raise Mismatch(report | {"row_noise": float(noise), "top2_gap": float(row.topk(2).values.diff().abs())})
@@ -173,7 +180,7 @@ def measure(task: Task, method: Method, args, costs: dict | None = None, more_ar
     plain, fast = run_baseline(task, watched=True), run_speculative(task, method, watched=True)
     check("baseline, watched", plain.done)
     check("speculative, watched", fast.done)
-    row = {"k": method.k, "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1],
+    row = {"k": method.k, "tree_nodes": getattr(method.drafter, "nodes", None), "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1],
            **counts(fast.done, method.k), **where_time_went(plain, fast)}  # fmt: skip
     if costs:
         row["cost_coefficient"], row["predicted_leviathan"] = costs["c"], closed_form(task, method, row["alpha"], costs)
@@ -231,7 +238,8 @@ def what_it_does(row: dict, published: dict | None) -> str:
     if published:
         for entry in rows:
             entry["essay"] = published.get(entry["label"])
-    columns = [("label", "", str), ("plain", "baseline", str), ("fast", f"speculative (k={row['k']})", str)]
+    tree = f"tree of {row['tree_nodes']}, " if row.get("tree_nodes") else ""
+    columns = [("label", "", str), ("plain", "baseline", str), ("fast", f"speculative ({tree}k={row['k']})", str)]
     return markdown_table(rows, columns + ([("essay", "the essay's", str)] if published else []))
 
 
@@ -339,6 +347,8 @@ def main(argv=None) -> int:
     check_policy(args)
     if args.tree and (args.loop != "lean" or args.k_policy != "fixed"):
         raise UserError("--tree: has its own rule for how far to look; leave --loop and --k-policy out")
+    if args.tree and args.k == 0:
+        raise UserError("--tree: needs a depth; give -k of 1 or more")
     prompts = chosen_prompts(args)
     if args.self_draft:
         args.target = PAIRS[args.pair][0] if args.target is None else args.target

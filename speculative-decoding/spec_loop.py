@@ -5,9 +5,10 @@ A round is three paragraphs of `speculate`: draft (a drafter proposes tokens), v
 for each of them and one more), keep (the agreed path and the target's own next token stand; the caches keep those slots
 and no others). What differs between methods comes in from outside, in three parts:
 
-- a drafter, what guesses: `start(state)`, `propose(state, budget)`, `keep(state, path, features)` (here: a draft model);
-- a rule, what stands: `choose(row)`, `judge(out, proposal)` (here: greedy; losslessness is the rule's alone);
-- a policy, how far to look: `budget(confident)`, `learn(proposed, accepted)` (spec_methods/policy.py).
+- a drafter, what guesses: `start(state)`, `propose(state, budget)`, `keep(state, path, features)`; it says what it wants to
+  see of the target (`taps`), whether its guesses carry a probability (`confident`), and counts its `work` (here: a draft model);
+- a rule, what stands: `begin()`, `choose(row)`, `judge(out, proposal)` (here: greedy; losslessness is the rule's alone);
+- a policy, how far to look: `begin()`, `budget(confident)`, `learn(proposed, accepted)` (spec_methods/policy.py).
 """
 
 from __future__ import annotations

@@ -178,7 +178,8 @@ def first_difference(name: str, there, here) -> str | None:
     if there == here:
         return None
     if isinstance(there, dict) and isinstance(here, dict):
-        return next(filter(None, (first_difference(f"{name}.{key}", there.get(key), here.get(key)) for key in [*here, *there])))
+        inside = (first_difference(f"{name}.{key}", there.get(key), here.get(key)) for key in [*here, *there])
+        return next(filter(None, inside), None)
     return f"{name}: {there} there, {here} here"
 
 
@@ -231,9 +232,9 @@ class ResultFile:
         differs = self.difference(old)
         if resume and not differs:
             self.document["rows"] = [row for row in old["rows"] if not row.get("error")]
-            self.document["created_at"] = old["created_at"]
+            self.document["created_at"] = old.get("created_at")
             say(
-                f"going on with {self.path.name} of {old['created_at']}: its {len(self.rows)} rows are kept, costs included"
+                f"going on with {self.path.name} of {old.get('created_at')}: its {len(self.rows)} rows are kept, costs included"
             )
             return
         if resume == "strict":
@@ -255,11 +256,14 @@ class ResultFile:
         mine = plain(self.document)
         for part, ignored in (("config", ()), ("environment", ("load_average_1m", "load_average_1m_at_the_end", "git_dirty"))):
             theirs = old.get(part)
-            if not isinstance(theirs, dict) or not isinstance(old.get("rows"), list):
+            rows = old.get("rows")
+            if not isinstance(theirs, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
                 return "it is no result file"
             for name in [*mine[part], *theirs]:
                 if name not in ignored and (found := first_difference(name, theirs.get(name), mine[part].get(name))):
                     return found[:200]
+        if old.get("experiment") != self.document["experiment"]:
+            return f"experiment: {old.get('experiment')} there, {self.document['experiment']} here"
         return None if old.get("schema_version") == SCHEMA_VERSION else "it has another schema"
 
     def find(self, **cell) -> dict | None:

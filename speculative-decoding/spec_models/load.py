@@ -77,10 +77,15 @@ def locate(name: str, flag: str) -> str:
     except HFValidationError as error:
         raise UserError(f"{flag} {name}: no such file or folder, and no name that the hub could have") from error
     if not cached and hub_is_out_of_reach():
-        raise UserError(
-            f"{flag} {name}: no such folder, and the model hub is offline or out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"
-        )
+        known = "a folder or a .gguf file, " + (ships() if flag == "--draft" else f"or '{EMBEDDED}'")
+        shape = "; of that shape alone costs can be measured, with --random-weights" if name in SHIPPED_CONFIGS else ""
+        raise UserError(f"{flag} {name}: no such folder, and the model hub is offline or out of reach; give {known}{shape}")
     return name
+
+
+def ships() -> str:
+    """The drafts of the repository by name, for a message."""
+    return f"one that ships ({', '.join(sorted(path.stem for path in (HERE / 'drafts').glob('*.safetensors')))}) or cut:0,1,23"
 
 
 def explain(error: BaseException, name: str, flag: str) -> UserError:

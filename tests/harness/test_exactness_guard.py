@@ -130,6 +130,23 @@ def test_a_loop_that_breaks_behind_a_tie_is_caught(later):
     assert report["index"] == PLACE + later and report["near_tie"] is False
 
 
+@pytest.mark.parametrize("cut", [slice(0, PLACE + 1), slice(0, -2), slice(0, -1)])
+def test_a_tie_does_not_excuse_a_text_that_ends_too_early(cut):
+    task, text, twin = tied(torch.bfloat16)
+    report_of(task, text, followed(task, text, twin)[cut], allow=True)
+
+
+def test_a_tie_excuses_neither_a_text_that_is_too_long_nor_one_past_its_end_token():
+    task, text, twin = tied(torch.bfloat16)
+    right = followed(task, text, twin)
+    more = tiny.plainly(task.target, (*tiny.PROMPT, *right), 1).tokens
+    report_of(task, text, right + more, allow=True)
+    task.ends = frozenset([right[PLACE + 2]])
+    expected = text[: next((i + 1 for i, token in enumerate(text) if token in task.ends), len(text))]
+    report_of(task, expected, right, allow=True)
+    assert len(check_exact(task, "speculative", expected, right[: PLACE + 3], allow_near_ties=True)) == 1
+
+
 def test_float64_is_not_half():
     task, text, twin = tied(torch.float64)
     assert report_of(task, text, parted(text, twin), allow=True)["near_tie"] is False

@@ -331,3 +331,44 @@ def test_the_environment_names_the_machine_and_no_person():
 
     for secret in (socket.gethostname(), str(Path.home())):
         assert secret not in text
+
+
+@pytest.mark.parametrize("resume", ["strict", "auto", None])
+def test_a_setting_that_is_null_here_and_absent_there_is_no_difference(tmp_path, resume):
+    path = tmp_path / "one.json"
+    with ResultFile(path, "x", {"target": {"name": "x"}}, {"packages": {"torch": "1"}}, None) as file:
+        file.finish({})
+    with ResultFile(path, "x", {"target": {"name": "x", "form": None}}, {"packages": {"torch": "1", "gguf": None}}, resume):
+        pass
+
+
+@pytest.mark.parametrize("change", [{"rows": [1]}, {"rows": [None]}, {"rows": 3}, {"config": []}, {"experiment": "other"}])
+def test_an_edited_file_is_refused_in_one_line_not_with_a_traceback(tmp_path, change):
+    path = tmp_path / "one.json"
+    with ResultFile(path, "x", {}, {}, None) as file:
+        file.finish({})
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match="--resume: one.json was made with other settings"):
+        ResultFile(path, "x", {}, {}, "strict")
+
+
+def test_a_file_without_its_date_is_gone_on_with(tmp_path):
+    path = tmp_path / "one.json"
+    with ResultFile(path, "x", {}, {}, None) as file:
+        file.add({"k": 1})
+        file.finish({})
+    document = json.loads(path.read_text())
+    del document["created_at"]
+    path.write_text(json.dumps(document))
+    with ResultFile(path, "x", {}, {}, "strict") as file:
+        assert file.rows == [{"k": 1}]
+
+
+def test_a_setting_that_differs_is_named_where_it_differs(tmp_path):
+    path = tmp_path / "one.json"
+    with ResultFile(path, "x", {"target": {"cpu_linear": "half", "trial_ms": 1}}, {"code_sha256": "a"}, None) as file:
+        file.finish({})
+    with pytest.raises(UserError, match="target.cpu_linear: half there, plain here"):
+        ResultFile(path, "x", {"target": {"cpu_linear": "plain", "trial_ms": 2}}, {"code_sha256": "a"}, "strict")
+    with pytest.raises(UserError, match="code_sha256: a there, b here"):
+        ResultFile(path, "x", {"target": {"cpu_linear": "half", "trial_ms": 3}}, {"code_sha256": "b"}, "strict")
