@@ -36,9 +36,10 @@ NAMES = ("one_pass", "precondition", "precondition_bfloat16", "decode", "decode_
 
 
 def load_all(folder: Path) -> dict[str, dict]:
-    """The result files that are there, by name. Raises UserError where none is."""
+    """The result files that are there and whole, by name. Raises UserError where none is."""
     paths = {name: folder / f"spec_{name}.json" for name in NAMES}
     found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    found = {name: one for name, one in found.items() if one["status"] == "complete"}
     if not found:
         raise UserError(f"{folder.name}: no result files in it; run `make results`")
     return found
@@ -193,7 +194,7 @@ def acceptance(drafts: dict) -> str:
     cells = {row["workload"]: row["drafts"] for row in part(drafts, "draft")}
     texts, places = list(cells), range(drafts["config"]["k"])
     shown = []
-    for name in next(iter(cells.values())):
+    for name in next(iter(cells.values()), {}):
         mine = {text: rows[name] for text, rows in cells.items()}
         rounds = [pair for row in mine.values() for pair in zip(row["accepted_lengths"], row["proposed_lengths"], strict=True)]
         judged = [[kept > place for kept, guessed in rounds if kept >= place and guessed > place] for place in places]
@@ -213,12 +214,13 @@ def filled(text: str, values: dict[str, str | None]) -> str:
     return text
 
 
-def measured_by_one_commit(all_of: dict) -> None:
+def measured_by_one_code(all_of: dict) -> None:
     """Raises UserError where the files were measured by different code, or by code that was not committed."""
-    commits = {name: (one["environment"]["git_commit"], one["environment"]["git_dirty"]) for name, one in all_of.items()}
-    if len({commit for commit, _ in commits.values()}) > 1:
-        raise UserError(f"results of several commits ({', '.join(sorted({str(commit)[:9] for commit, _ in commits.values()}))}); run `make results FRESH=1`")
-    if any(dirty for _, dirty in commits.values()):
+    codes = {name: one["environment"].get("code_sha256") for name, one in all_of.items()}
+    if len(set(codes.values())) > 1:
+        named_codes = ", ".join(f"{name} by {code}" for name, code in codes.items())
+        raise UserError(f"results of several states of the code ({named_codes}); run `make results FRESH=1`")
+    if any(one["environment"]["git_dirty"] for one in all_of.values()):
         raise UserError("results of code that was not committed; commit it and run `make results FRESH=1`")
 
 
@@ -229,7 +231,7 @@ def main(argv=None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether the pages are what the results say")
     args = parser.parse_args(argv)
     all_of = load_all(args.results)
-    measured_by_one_commit(all_of)
+    measured_by_one_code(all_of)
     values, stale = essay_claims(all_of) | further_claims(all_of) | tables(all_of), []
     for page in PAGES.values():
         text = page.read_text(encoding="utf-8")
