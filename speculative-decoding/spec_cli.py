@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,7 +117,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **options)
 
     def error(self, message: str):
-        self.exit(2, "error: " + " ".join(message.split())[:LONGEST_ERROR] + "; see --help\n")
+        unknown = re.findall(r"--?[\w-]+", message) if message.startswith("unrecognized") else []
+        near = [name for word in unknown for name in difflib.get_close_matches(word, self._option_string_actions, n=1)]
+        hint = f"did you mean {', '.join(near)}? See --help" if near else "see --help"
+        self.exit(2, f"error: {' '.join(message.split())[:LONGEST_ERROR]}; {hint}\n")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

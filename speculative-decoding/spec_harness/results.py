@@ -26,10 +26,12 @@ from spec_cli import replaceable
 
 SCHEMA_VERSION = 1
 PAGES = ("spec_report", "spec_plot")  # they show results and measure nothing
-BUSY = 0.5  # load for each CPU from which a measurement is worth a remark
+BUSY = 0.1  # share of the CPUs in use by others from which a measurement is worth a remark
+LOOK_S = 0.3  # how long that is looked at
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 # Options that change where things go, not what is measured: they may differ between a run and its resumption.
 TEXTS = ("--prompt", "--text")
+PASSING = ("load_average_1m", "load_average_1m_at_the_end", "cpu_busy", "git_dirty")  # of the environment
 NOT_SETTINGS = {"results", "resume", "revision", "draft_revision", "compared", "wide"}
 
 
@@ -92,6 +94,7 @@ def environment(device: torch.device, dtype: torch.dtype, model=None) -> dict:
         "code_sha256": code_hash(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average_1m": load_average(),
+        "cpu_busy": psutil.cpu_percent(LOOK_S) / 100,  # by others: this process waits meanwhile
     }
 
 
@@ -254,7 +257,7 @@ class ResultFile:
     def difference(self, old: dict) -> str | None:
         """The first setting, or part of the environment, in which an older file differs; None where it can go on."""
         mine = plain(self.document)
-        for part, ignored in (("config", ()), ("environment", ("load_average_1m", "load_average_1m_at_the_end", "git_dirty"))):
+        for part, ignored in (("config", ()), ("environment", PASSING)):
             theirs = old.get(part)
             rows = old.get("rows")
             if not isinstance(theirs, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -297,5 +300,6 @@ class ResultFile:
         if kind is not None:
             self.document["status"] = "interrupted" if kind is KeyboardInterrupt else "failed"
             self.write()
-            say(f"\nwhat was measured, {len(self.rows)} rows, is in {self.path.name}")
+            what = f"what was measured, {len(self.rows)} rows, is in" if self.rows else "nothing was measured yet; the settings are in"
+            say(f"\n{what} {self.path.name}")
         self.lock.release()

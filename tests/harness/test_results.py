@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import spec_decode
 from spec_cli import command
 from spec_harness import results as result_files
 from spec_harness.results import SCHEMA_VERSION, ResultFile, environment, plain, settings, shown_command, write_json
@@ -135,6 +136,20 @@ def test_a_file_holds_every_row_as_soon_as_it_is_added(results):
         "rows",
         "summary",
     ]
+
+
+def test_ctrl_c_before_the_first_row_says_so(results, capsys):
+    with pytest.raises(KeyboardInterrupt), open_file(results):
+        raise KeyboardInterrupt
+    assert "nothing was measured yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("percent", "said"), [(4.0, False), (60.0, True)])
+def test_a_machine_that_others_use_is_remarked_on(pair, capsys, monkeypatch, results, percent, said):
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval=None: percent)
+    spec_decode.main(pair)
+    assert ("the machine is busy" in capsys.readouterr().err) == said
+    assert json.loads(results.read_text())["environment"]["cpu_busy"] == percent / 100
 
 
 def test_ctrl_c_leaves_a_valid_file_marked_interrupted(results, capsys):
