@@ -104,6 +104,14 @@ def by_verdict(rows: list[dict], name, kind: str) -> str:
     return named(found, "none")
 
 
+def both_forms(cost: dict) -> dict[str, str]:
+    """V(8) and a pass over one token of each form of pass, measured in the same turns: what dispatch costs."""
+    forms: dict[str, dict] = {}
+    for one in cost["summary"].get("compared", {}).get("forms of pass") or []:
+        forms.setdefault(one["variant"], {})[one["tokens"]] = one
+    return {name: f"V(8) = {rows[8]['v']:.2f} at {rows[1]['pass_ms']:.1f} ms a pass" for name, rows in forms.items()}
+
+
 def essay_claims(all_of: dict) -> dict[str, str]:
     """The short figures of the README's first table."""
     found = {}
@@ -112,6 +120,7 @@ def essay_claims(all_of: dict) -> dict[str, str]:
     if cost := all_of.get("precondition"):
         v, free = {one["tokens"]: one["v"] for one in cost["rows"]}, cost["summary"]["nearly_free_up_to"]
         found["precondition"] = f"V(4) = {v[4]:.2f}, V(8) = {v[8]:.2f}; nearly free (V <= {NEARLY_FREE}) up to {free} tokens"
+        found["precondition"] += "".join(f"; {form}: {words}" for form, words in both_forms(cost).items())
     for name, key in (("decode", "decode"), ("decode_tree", "tree")):
         if name in all_of:
             row, nodes = part(all_of[name], "decode")[0], all_of[name]["config"]["tree"]
