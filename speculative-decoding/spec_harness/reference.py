@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
+from spec_counts import Decoded, Round
 from spec_harness.arms import Run, Task, draft_model, run_baseline, run_speculative
-from spec_loop import Decoded, Round, cut_block
+from spec_loop import cut_block
 from spec_models.checks import Loaded
 
 NO_PAD = -1  # no text holds it: from a real id transformers would infer a mask that hides it from the assistant
