@@ -24,7 +24,7 @@ from spec_harness.options import add_decoding_options, add_prompt_options, chose
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
 from spec_models import linear as cpu_linear
-from spec_models.load import EMBEDDED
+from spec_models.find import EMBEDDED
 from spec_models.pairs import EMBEDDED_DRAFTS, load_pair
 from workloads import WORKLOADS
 

@@ -19,8 +19,10 @@ from spec_cli import at_least, command, make_parser
 from spec_harness.options import open_run
 from spec_harness.tables import markdown_table
 from spec_models import linear as cpu_linear
-from spec_models.checks import check_room, prompt_ids
-from spec_models.load import EMBEDDED, linear_kind, load
+from spec_models.checks import check_room
+from spec_models.find import EMBEDDED
+from spec_models.load import linear_kind, load
+from spec_models.words import prompt_ids
 
 ESSAY_TEXT = "The capital of France is Paris and it"
 ESSAY_CUT = 5

@@ -17,8 +17,9 @@ from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
 from spec_models.checkpoint import overridden
-from spec_models.checks import Loaded, check_ids, check_room, context_limit, prompt_ids, stopping_ids
+from spec_models.checks import Loaded, check_room, context_limit
 from spec_models.pairs import PAIRS, PASSES, form, load_pair
+from spec_models.words import check_ids, prompt_ids, stopping_ids
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 
