@@ -11,8 +11,9 @@ from spec_common import UserError, dtype_name, remark
 
 from spec_cli import at_least, fraction, reachable, set_up
 from spec_harness.arms import Task
+from spec_harness.machine import BUSY, environment
 from spec_harness.prompts import read_prompts
-from spec_harness.results import BUSY, ResultFile, environment, settings
+from spec_harness.results import ResultFile, settings
 from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
@@ -203,8 +204,12 @@ def open_run(args, name: str, prompts: list[tuple[str, str]] = (), load=load_one
     )
     where = environment(device, dtype, target.model)
     if device.type == "cpu" and (where["load_average_1m"] or 0) > BUSY * (where["cpus_allowed"] or 1):
-        remark(f"the machine is busy (load {where['load_average_1m']:.1f} on {where['cpus_allowed']} CPUs): times will be noisy")
+        remark(
+            f"the machine is busy (load {where['load_average_1m']:.1f} on {where['cpus_allowed']} CPUs): times will be noisy"
+        )
     if device.type == "cpu" and where["threads"] > (where["cpus_allowed"] or where["threads"]):
-        remark(f"{where['threads']} threads on {where['cpus_allowed']} CPUs: they wait for one another; lower --threads")
+        remark(
+            f"{where['threads']} threads on {where['cpus_allowed']} CPUs: they wait for one another; lower --threads"
+        )
     with ResultFile(args.results, name, config, where, getattr(args, "resume", None)) as file:
         yield (*Opened(file, target, drafts), *found)
