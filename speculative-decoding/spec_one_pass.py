@@ -80,18 +80,18 @@ def run(model, tokenizer, ids: torch.Tensor, cut: int) -> tuple[list[dict], dict
             alone_difference=float((alone - whole[i]).abs().max()),
             alone_same=int(alone.argmax()) == row["prediction_id"],
         )
-    allowed = TOLERANCE.get(model.dtype, 0.3) * float(whole.std())
-    broken = [
-        row["position"]
-        for row in rows
-        if not max(row["alone_difference"], row.get("truncated_difference", 0)) <= allowed
-    ]
-    summary = {
+    return rows, summarise(rows, TOLERANCE.get(model.dtype, 0.3) * float(whole.std()))
+
+
+def summarise(rows: list[dict], allowed: float) -> dict:
+    """Whether no prefix gave other logits than the whole text did, beyond what rounding is `allowed`."""
+    moved = {row["position"]: max(row["alone_difference"], row.get("truncated_difference", 0)) for row in rows}
+    broken = [position for position, difference in moved.items() if not difference <= allowed]
+    return {
         "largest_numerical_difference": max(row.get("truncated_difference", 0) for row in rows),
         "largest_difference_alone": max(row["alone_difference"] for row in rows),
         "allowed_difference": allowed, "nesting_holds": not broken, "first_broken_position": broken[0] if broken else None,
     }  # fmt: skip
-    return rows, summary
 
 
 def same(value: bool) -> str:

@@ -174,6 +174,12 @@ def tables(all_of: dict) -> dict[str, str]:
         found["not_pay"] = slower_cells(all_of["bench"], all_of["drafts"])
     if "drafts_bfloat16" in all_of:
         found["acceptance_bfloat16"] = acceptance(all_of["drafts_bfloat16"])
+    return found | further_tables(all_of)
+
+
+def further_tables(all_of: dict) -> dict[str, str]:
+    """The tables of what goes beyond the essay."""
+    found = {}
     if "sampling" in all_of:
         found["sampling_table"] = sampling_table(all_of["sampling"]["summary"]["temperatures"], wide=True)
     if "lookup" in all_of:
