@@ -11,11 +11,10 @@ baseline decodes the same batch. Every timed row is checked against its request 
 from __future__ import annotations
 
 import functools
-import re
 import statistics
-from itertools import count, islice
+from itertools import islice
 
-from spec_common import UserError, interleave, is_out_of_memory, judge_speed, say
+from spec_common import UserError, interleave, is_out_of_memory, judge_speed, paired_ratio, say
 
 from spec_cli import at_least, command, make_parser, whole_list
 from spec_decode import Mismatch, check_exact, counts
@@ -46,42 +45,27 @@ from spec_harness.options import (
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
 from spec_methods.rows import check_rows
-from workloads import WORKLOADS
+from workloads import WORKLOADS, later_starts
 
 BATCHES = (1, 2, 4, 8, 16)
-FEWEST_WORDS = 4  # of a prompt made by beginning a workload's text later
 OF_FREE_MEMORY = 0.9
+PER_REQUEST = (
+    "emitted", "target_passes", "draft_passes", "proposed", "accepted", "rejections", "acceptance_rate", "alpha", "block_efficiency",
+)  # fmt: skip
 NO_COSTS = {"c": 0.0, "v": {1: 1.0}}  # for the policies that look at none
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
 
 
-def workload_rows():
-    """(name, text): the five workloads, then the same texts begun at their second word, at their third, ... All differ."""
-    words = {name: re.split(r"(?<=\s)(?=\S)", text) for name, text in WORKLOADS.items()}
-    for later in count():
-        left = [name for name in words if not later or len(words[name]) - later >= FEWEST_WORDS]
-        if not left:
-            return
-        for name in left:
-            yield f"{name}, from word {later + 1}" if later else name, "".join(words[name][later:])
-
-
 def row_prompts(args) -> list[tuple[str, str]]:
-    """(name, text) of the requests, all of which every size decodes: as many as the largest batch has rows. Raises
-    UserError where there are not so many."""
+    """(name, text) of the requests, which every size decodes: as many as the largest batch has rows. Raises UserError."""
     most = max(args.batches)
     own = args.prompt is not None or args.prompt_file is not None
-    prompts = chosen_prompts(args)[:most] if own else list(islice(workload_rows(), most))
+    prompts = chosen_prompts(args)[:most] if own else list(islice(later_starts(), most))
     if len(prompts) < most:
-        where = (
-            f"--prompt-file {args.prompt_file.name} has"
-            if args.prompt_file
-            else "one --prompt is"
-            if own
-            else "the workloads give"
-        )
+        where = "one --prompt is" if own else "the workloads give"
+        where = f"--prompt-file {args.prompt_file.name} has" if args.prompt_file else where
         raise UserError(
             f"--batches {most}: a batch larger than the prompts ({where} {len(prompts)}); lower it or give more, one a line of a .jsonl"
         )
@@ -89,11 +73,6 @@ def row_prompts(args) -> list[tuple[str, str]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
-
-
-PER_REQUEST = (
-    "emitted", "target_passes", "draft_passes", "proposed", "accepted", "rejections", "acceptance_rate", "alpha", "block_efficiency",
-)  # fmt: skip
 
 
 def sizes_that_fit(sizes: list[int], requests: Requests) -> list[int]:
@@ -104,10 +83,9 @@ def sizes_that_fit(sizes: list[int], requests: Requests) -> list[int]:
         needed, free = bytes_needed(requests), free_bytes(requests.device)
         if needed <= OF_FREE_MEMORY * free:
             fit.append(size)
-        else:
-            say(
-                f"a batch of {size} is left out: about {needed / 1e9:.1f} GB beside the weights, {free / 1e9:.1f} GB are free"
-            )
+            continue
+        beside = f"about {needed / 1e9:.1f} GB beside the weights"
+        say(f"a batch of {size} is left out: {beside}, {free / 1e9:.1f} GB are free")
     if not fit:
         raise UserError(f"--batches: not even a batch of {min(sizes)} fits into memory; lower it or --n-tokens")
     return fit
@@ -118,11 +96,10 @@ def alone(task: Task) -> dict:
     try:
         return {"tokens": run_baseline(task).done.tokens, "error": None}
     except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise UserError(
-                "--n-tokens: out of memory with one request alone; lower it or choose a smaller model"
-            ) from error
-        raise
+        if not is_out_of_memory(error):
+            raise
+        fix = "lower it or choose a smaller model"
+        raise UserError(f"--n-tokens: out of memory with one request alone; {fix}") from error
 
 
 def check_batch(
@@ -142,41 +119,32 @@ def check_batch(
 def measure_batch(requests: Requests, plain_target, expected: dict, costs: list[dict], args) -> dict:
     """The row of one size: counted and predicted first, then timed in turns, `generate` on the padded batch among them.
     `costs`: rows of `batch_costs`, this size's among them. Raises Mismatch."""
-    near_ties = []
+    near_ties, single = [], functools.partial(run_batches, requests, False)
+    arms = {
+        "baseline": single,
+        "speculative": functools.partial(run_batches, requests, True),
+        "baseline_again": single,
+        "generate": functools.partial(run_generated, plain_target, requests),
+    }
 
     def check(arm: str, run: BatchRun) -> None:
         near_ties.extend(check_batch(requests, arm, run, expected, args.allow_near_ties))
 
-    check("the batched baseline, first", run_batches(requests, False))  # these two warm up the watched runs
-    check("speculation, first", run_batches(requests, True))
-    plain, fast = run_batches(requests, False, watched=True), run_batches(requests, True, watched=True)
+    check("the batched baseline, first", single())  # these two warm up the watched runs
+    check("speculation, first", arms["speculative"]())
+    plain, fast = single(watched=True), arms["speculative"](watched=True)
     check("the batched baseline, watched", plain)
     check("speculation, watched", fast)
     row, mine = untimed(requests, plain, fast, args.k), next(cost for cost in costs if cost["batch"] == requests.size)
-    task = next(iter(requests.tasks.values()))
-    row |= {
-        "check_cost": mine["check_cost"],
-        "c": mine["c"],
-        "predicted": predicted_speedup(costs, widest(task, args.k), plain, fast),
-    }
-    arms = {
-        "baseline": functools.partial(run_batches, requests, False),
-        "speculative": functools.partial(run_batches, requests, True),
-        "baseline_again": functools.partial(run_batches, requests, False),
-        "generate": functools.partial(run_generated, plain_target, requests),
-    }
+    row |= {name: mine[name] for name in ("check_cost", "c")}
+    row["predicted"] = predicted_speedup(costs, widest(next(iter(requests.tasks.values())), args.k), plain, fast)
     samples = interleave(arms, args.repeats, args.warmup)
     for arm, runs in samples.items():
         for run in runs:
             check(arm, run)
-    row.update(timing(samples, row["emitted"]))
-    return {
-        **row,
-        "prediction_error": row["predicted"] - row["speedup"],
-        "exact": not near_ties,
-        "near_ties": near_ties,
-        "error": None,
-    }
+    row |= timing(samples, row["emitted"])
+    row["prediction_error"] = row["predicted"] - row["speedup"]
+    return row | {"exact": not near_ties, "near_ties": near_ties, "error": None}
 
 
 def untimed(requests: Requests, plain: BatchRun, fast: BatchRun, k: int) -> dict:
@@ -202,9 +170,8 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile) -
     sizes = sizes_that_fit(args.batches, requests)
     expected, costs, rows = {}, [], []
     for name, task in progress(list(tasks.items()), "each request alone"):
-        expected[name] = find_or_measure(
-            file, task, {"part": "alone", "request": name}, functools.partial(alone, task)
-        )["tokens"]
+        where = {"part": "alone", "request": name}
+        expected[name] = find_or_measure(file, task, where, functools.partial(alone, task))["tokens"]
     first, context = next(iter(tasks.values())), round(statistics.mean(task.context for task in tasks.values()))
     for size in progress(sorted({1, *sizes}), "what passes cost"):
         work = functools.partial(batch_costs, first, draft.model, args.k, size, context)
@@ -239,7 +206,7 @@ def against_generate(row: dict) -> str | None:
     """The padded `generate`'s time over our batched baseline's, both with their prefill."""
     if row["error"] or "generate_end_to_end_s" not in row:
         return None
-    return f"{statistics.median(a / b for a, b in zip(row['generate_end_to_end_s'], row['baseline_end_to_end_s'], strict=True)):.2f}x"
+    return f"{paired_ratio(row['generate_end_to_end_s'], row['baseline_end_to_end_s'])['median']:.2f}x"
 
 
 def tables(rows: list[dict], wide: bool = False) -> str:
@@ -251,10 +218,8 @@ def summarise(rows: list[dict]) -> dict:
     """Where it pays, beyond the noise; nulls where the pairs are too few to say."""
     good = [row for row in rows if not row["error"]]
     verdicts = {row["batch"]: judge_speed(row) for row in good}
-    pays, enough = (
-        [batch for batch, found in verdicts.items() if found == "faster"],
-        bool(good) and "few" not in verdicts.values(),
-    )
+    pays = [batch for batch, found in verdicts.items() if found == "faster"]
+    enough = bool(good) and "few" not in verdicts.values()
     errors = [row["prediction_error"] for row in good]
     return {
         "batches": list(verdicts),
@@ -285,9 +250,8 @@ def verdict(rows: list[dict]) -> str:
     if not good:
         return "nothing could be measured; see the errors in the result file"
     text = "every row is token for token what its request gets alone" if summary["exact"] else "NOT the same texts, near-ties excused: see near_ties in the file"  # fmt: skip
-    lines = [
-        f"{text}; {where_it_pays(summary['pays_at'], summary['stops_paying_at'])}; predictions were off by {summary['prediction_error_max_abs']:.2f} at most."
-    ]
+    off = f"predictions were off by {summary['prediction_error_max_abs']:.2f} at most"
+    lines = [f"{text}; {where_it_pays(summary['pays_at'], summary['stops_paying_at'])}; {off}."]
     return "\n".join(lines + [f"batch of {row['batch']}: {speed_words(row)}." for row in good])
 
 
@@ -297,9 +261,7 @@ def parse_args(argv):
     add_policy_options(parser)
     add_prompt_options(parser)
     parser.set_defaults(n_tokens=32, keep_plain=True)  # `generate` is an arm of every run
-    parser.add_argument(
-        "--batches", type=whole_list(1, 4096), default=list(BATCHES), help="the batch sizes, e.g. 1,2,4,8"
-    )
+    parser.add_argument("--batches", type=whole_list(1, 4096), default=list(BATCHES), help="sizes, e.g. 1,2,4,8")
     parser.add_argument("-k", "--k", type=at_least(1, 1024), default=5, help="guesses a round, for every row")
     return check_args(parser.parse_args(argv))
 

@@ -138,26 +138,23 @@ def make_parser(doc: str, script: str, resume: bool = False) -> Parser:
     shared.add_argument("--revision", help="revision of the (target) model on the hub")
     shared.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
     shared.add_argument(
-        "--cpu-linear",
-        default="auto",
-        choices=["auto", "half", "packed", "plain"],
+        "--cpu-linear", default="auto", choices=["auto", "half", "packed", "plain"],
         help="how linear layers run on a CPU: half-precision weights with float32 arithmetic, packed once for oneDNN, or as they are",
-    )
+    )  # fmt: skip
     shared.add_argument("--threads", type=at_least(0, 1024), default=0, help="CPU threads, 0 for torch's own choice")
     shared.add_argument("--repeats", type=at_least(1), default=FEWEST_PAIRS, help="counted turns of each arm")
-    shared.add_argument("--warmup", type=at_least(0), default=0, help="further uncounted turns; every arm has run before in any case")
+    shared.add_argument(
+        "--warmup", type=at_least(0), default=0, help="further uncounted turns; each arm has run before"
+    )
     shared.add_argument(
         "--results", type=Path, default=HERE / "results" / "local" / f"{script}.json", help="where the JSON goes"
     )
     shared.add_argument("--wide", action="store_true", help="tables with every column, wider than a terminal")
     if resume:
         shared.add_argument(
-            "--resume",
-            nargs="?",
-            const="strict",
-            choices=["strict", "auto"],
+            "--resume", nargs="?", const="strict", choices=["strict", "auto"],
             help="finish an interrupted run of the same settings; auto: start afresh where they differ",
-        )
+        )  # fmt: skip
     return parser
 
 

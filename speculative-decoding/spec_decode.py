@@ -16,12 +16,13 @@ import functools
 import statistics
 import sys
 
-from spec_common import ClaimFailed, UserError, dtype_name, interleave, interval_text, judge_speed, paired_ratio, say
+from spec_common import ClaimFailed, UserError, dtype_name, interleave, say
 
 import torch
 
 from spec_cli import at_least, command, make_parser
-from spec_harness.arms import Method, Task, draft_model, run_baseline, run_speculative
+from spec_counts import Decoded
+from spec_harness.arms import Method, Run, Task, draft_model, run_baseline, run_speculative
 from spec_harness.cells import accounted, closed_form, find_or_measure, ratio, timing, where_time_went
 from spec_harness.costs import costs_at, measure_costs
 from spec_harness.essay import essay_decode, is_essay_pair
@@ -36,9 +37,9 @@ from spec_harness.options import (
     policy_of,
 )
 from spec_harness.reference import reference_arms
-from spec_harness.tables import fixed, markdown_table, percent, shown_rounds, speed_words
+from spec_harness.tables import against_transformers, decode_verdict, shown_rounds, what_it_does
 from spec_harness.theory import measured_v
-from spec_loop import Decoded, forward, prefill
+from spec_loop import forward, prefill
 from spec_methods.trees import TreeDrafter, check_tree
 from spec_models.checks import vocabulary_rows
 from spec_models.pairs import PAIRS
@@ -81,17 +82,17 @@ def below_best(task: Task, row: torch.Tensor, tokens: list[int]) -> tuple[float,
 
 def is_whole(task: Task, tokens: list[int]) -> bool:
     """Whether a text ends where one may: after n tokens, or with its first end token."""
-    early = bool(task.ends & set(tokens[:-1]))
-    return bool(tokens) and not early and (len(tokens) == task.n_tokens or (len(tokens) < task.n_tokens and tokens[-1] in task.ends))
+    if not tokens or task.ends & set(tokens[:-1]):
+        return False
+    return len(tokens) == task.n_tokens or (len(tokens) < task.n_tokens and tokens[-1] in task.ends)
 
 
 def check_exact(task: Task, arm: str, expected: list[int], got: list[int], allow_near_ties: bool) -> list[dict]:
     """[] where `got` is `expected`, the target's own text. Raises Mismatch, or gives what it excused.
 
     In float32 nothing is excused. In half precision a text may part from the other at a near-tie: from there on every
-    token of `got` is looked at by itself, after its own prefix, and has to be within rounding of the target's best;
-    each one that is not the best is a tie more. What is looked at is a pass over one token, as in plain decoding. And
-    the text has to end where one may: with n tokens, or with its first end token.
+    token of `got` is looked at by itself, after its own prefix, in a pass over one token as in plain decoding, and has to
+    be within rounding of the target's best; each one that is not the best is a tie more. It has to end where a text may.
     """
     if got == expected:
         return []
@@ -106,7 +107,8 @@ def check_exact(task: Task, arm: str, expected: list[int], got: list[int], allow
                   "got": contenders[-1], "below_best": None, "near_tie": False}  # fmt: skip
         if None not in contenders:
             report["below_best"], report["allowed"] = below_best(task, row, contenders)
-            report["near_tie"] = report["below_best"] <= report["allowed"] and task.target.dtype in HALF and is_whole(task, got)
+            within = report["below_best"] <= report["allowed"]
+            report["near_tie"] = within and task.target.dtype in HALF and is_whole(task, got)
         if not report["near_tie"] or not allow_near_ties:
             noise = (row - forced_row(task, got[:index], BLOCK)).abs().max()
             raise Mismatch(report | {"row_noise": float(noise), "top2_gap": float(row.topk(2).values.diff().abs())})
@@ -151,128 +153,65 @@ def counts(done: Decoded, k: int) -> dict:
         "alpha": ratio(accepted, sum(one.judged for one in done.rounds)),
         "block_efficiency": ratio(len(done.tokens), rounds),
         "acceptance_per_position": [ratio(count, rounds) for count in reached],
-        "acceptance_per_position_given_the_last": [
-            ratio(right, right + wrong) for right, wrong in zip(reached, lost, strict=True)
-        ],
+        "acceptance_per_position_given_the_last": [ratio(a, a + b) for a, b in zip(reached, lost, strict=True)],
         "accepted_lengths": done.accepted,
         "emitted_lengths": done.emitted,
         "proposed_lengths": [len(guesses) for guesses in done.proposals],
     }
 
 
-def measure(task: Task, method: Method, args, costs: dict | None = None, more_arms: dict | None = None) -> dict:
-    """Measure one cell: baseline, baseline again and speculation in turns, every sample checked. Raises Mismatch.
+class Checked:
+    """The texts of a cell against the target's own, each that differs looked at once; what was excused, of every arm."""
 
-    `more_arms` are further ways to write the same tokens: name -> function that gives a Run. Counters and costs come
-    first, from a watched run, so that what they say is there before the speed is.
-    """
-    expected = run_baseline(task).done.tokens  # this and the next warm up the watched runs; `interleave` the timed ones
-    checked: dict[tuple, list] = {tuple(expected): []}
-    near_ties = []
+    def __init__(self, task: Task, expected: list[int], allow_near_ties: bool):
+        self.task, self.expected, self.allow_near_ties = task, expected, allow_near_ties
+        self.seen: dict[tuple, list] = {}
+        self.near_ties: list[dict] = []
 
-    def check(arm: str, done: Decoded) -> None:
+    def check(self, arm: str, done: Decoded) -> None:
+        """Raises Mismatch."""
         key = tuple(done.tokens)
-        if key not in checked:
-            checked[key] = check_exact(task, arm, expected, done.tokens, args.allow_near_ties)
-        near_ties.extend({**tie, "arm": arm} for tie in checked[key])
+        if key not in self.seen:
+            self.seen[key] = check_exact(self.task, arm, self.expected, done.tokens, self.allow_near_ties)
+        self.near_ties += [{**tie, "arm": arm} for tie in self.seen[key]]
 
-    check("speculative, first", run_speculative(task, method).done)
-    plain, fast = run_baseline(task, watched=True), run_speculative(task, method, watched=True)
-    check("baseline, watched", plain.done)
-    check("speculative, watched", fast.done)
-    row = {"k": method.k, "tree_nodes": getattr(method.drafter, "nodes", None), "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1],
-           **counts(fast.done, method.k), **where_time_went(plain, fast)}  # fmt: skip
+
+def counted_row(task: Task, method: Method, plain: Run, fast: Run, costs: dict | None) -> dict:
+    """What watched runs say: the counters, where time went, and the speedup that these come to at the measured costs."""
+    row = {"k": method.k, "tree_nodes": getattr(method.drafter, "nodes", None), "loop": task.loop, "n_tokens": task.n_tokens,
+           "prompt_tokens": task.prompt.shape[1], **counts(fast.done, method.k), **where_time_went(plain, fast)}  # fmt: skip
     if costs:
         row["cost_coefficient"], row["predicted_leviathan"] = costs["c"], closed_form(task, method, row["alpha"], costs)
         row["predicted_costs"] = accounted(row, costs)
+    return row
+
+
+def measure(task: Task, method: Method, args, costs: dict | None = None, more_arms: dict | None = None) -> dict:
+    """Measure one cell: counters first, from watched runs, then baseline, baseline again and speculation in turns, every
+    sample checked. `more_arms`: further ways to write the same tokens, name -> function that gives a Run. Raises Mismatch.
+    """
+    expected = run_baseline(task).done.tokens  # this and the next warm up the watched runs; `interleave` the timed ones
+    cell = Checked(task, expected, args.allow_near_ties)
+    cell.check("speculative, first", run_speculative(task, method).done)
+    plain, fast = run_baseline(task, watched=True), run_speculative(task, method, watched=True)
+    cell.check("baseline, watched", plain.done)
+    cell.check("speculative, watched", fast.done)
+    row = counted_row(task, method, plain, fast, costs)
     arms = {
         "baseline": lambda: run_baseline(task),
         "speculative": lambda: run_speculative(task, method),
         "baseline_again": lambda: run_baseline(task),
-        **(more_arms or {}),
     }
-    samples = interleave(arms, args.repeats, args.warmup)
+    samples = interleave(arms | (more_arms or {}), args.repeats, args.warmup)
     for arm, runs in samples.items():
         for run in runs:
-            check(arm, run.done)
-    row.update(timing(samples, len(expected)), exact=not near_ties, near_ties=near_ties, error=None)
+            cell.check(arm, run.done)
+    row.update(timing(samples, len(expected)), exact=not cell.near_ties, near_ties=cell.near_ties, error=None)
     row["tokens_checked"] = sum(len(run.done.tokens) for runs in samples.values() for run in runs)
     if costs:
         row["prediction_error"] = row["predicted_costs"] - row["speedup"]
-    return {
-        **row,
-        "tokens": fast.done.tokens,
-        "proposals": fast.done.proposals,
-        "paths": [one.path for one in fast.done.rounds],
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------- the tables
-
-
-def what_it_does(row: dict, published: dict | None) -> str:
-    """The essay's table, baseline beside speculation, its own column where the pair is the essay's."""
-    rows = []
-
-    def line(label: str, form, plain, fast) -> None:
-        rows.append({"label": label, "plain": None if plain is None else form(plain), "fast": None if fast is None else form(fast)})  # fmt: skip
-
-    whole = fixed(0)
-    line("tokens per second", fixed(2), row["baseline_tokens_per_s"], row["speculative_tokens_per_s"])
-    line("speedup", fixed(2, "x"), 1.0, row["speedup"])
-    line("target passes", whole, row["emitted"], row["target_passes"])
-    line("draft passes", whole, 0, row["draft_passes"])
-    for name in ("proposed", "accepted", "discarded"):
-        line(name, whole, None, row[name])
-    line("acceptance (accepted / proposed)", percent, None, row["acceptance_rate"])
-    line("alpha (accepted / judged)", percent, None, row["alpha"])
-    line("tokens per target pass", fixed(2), 1.0, row["block_efficiency"])
-    line("ms per target pass, one token", fixed(1), row["target_pass_ms"], None)
-    line("ms per target pass, checking", fixed(1), None, row["verify_pass_ms"])
-    line("ms per draft pass", fixed(1), None, row["draft_pass_ms"])
-    line("c (draft pass / target pass)", fixed(2), None, row.get("cost_coefficient"))
-    phases = ("draft_s", "verify_s", "overhead_s")
-    total = sum(row[name] for name in phases)
-    line("time: draft / verify / overhead", str, None, " / ".join(percent(row[name] / total) for name in phases))
-    line("time to first token, ms", fixed(0), 1000 * row["baseline_ttft_s"], 1000 * row["speculative_ttft_s"])
-    if published:
-        for entry in rows:
-            entry["essay"] = published.get(entry["label"])
-    tree = f"tree of {row['tree_nodes']}, " if row.get("tree_nodes") else ""
-    columns = [("label", "", str), ("plain", "baseline", str), ("fast", f"speculative ({tree}k={row['k']})", str)]
-    return markdown_table(rows, columns + ([("essay", "the essay's", str)] if published else []))
-
-
-def against_transformers(row: dict) -> str | None:
-    """Ours against `generate`, whole calls (prefill included): a ratio above 1 means that ours is faster."""
-    rows = []
-    for arm, ours, what in (
-        ("generate", "plain_baseline", "generate; our baseline, same form of pass"),
-        ("generate", "baseline", "generate; our baseline as measured"),
-        ("assisted", "plain_speculative", "assisted; our loop, same draft, same form of pass"),
-        ("assisted", "speculative", "assisted; our loop as measured"),
-    ):
-        if f"{arm}_end_to_end_s" in row and f"{ours}_end_to_end_s" in row:
-            found = paired_ratio(row[f"{arm}_end_to_end_s"], row[f"{ours}_end_to_end_s"])
-            theirs, mine = (statistics.median(row[f"{name}_end_to_end_s"]) for name in (arm, ours))
-            rows.append({"arm": what, "theirs": theirs, "mine": mine, "ratio": found["median"],
-                         "interval": interval_text(found["low"], found["high"])})  # fmt: skip
-    columns = [("arm", "arms", str), ("theirs", "theirs, s", fixed(3)), ("mine", "ours, s", fixed(3)),
-               ("ratio", "theirs / ours", fixed(2, "x")), ("interval", "interval", str)]  # fmt: skip
-    return markdown_table(rows, columns) if rows else None
-
-
-def verdict(row: dict) -> str:
-    """Whether the text is the same and whether it pays, said only as far as the interval and the A/A arm carry."""
-    aa = interval_text(row["aa_low"], row["aa_high"])
-    if row["draft_passes"] == 0 and row["proposed"] == 0:
-        words = "the draft was not asked for a guess, so both arms did the same work"
-    else:
-        words = {"faster": "speculation pays here", "slower": "do not speculate here"}.get(judge_speed(row), "")
-        words = f"{words}: {speed_words(row)}" if words else speed_words(row)
-    ties = len(row["near_ties"])
-    text = "token for token the target's own text" if row["exact"] else f"NOT the same text: {ties} near-ties excused, the first {row['near_ties'][0]}"  # fmt: skip
-    return f"{text}; {words}; the same code against itself measured {row['aa']:.2f}x{f' ({aa})' if aa else ''}."
+    paths = [one.path for one in fast.done.rounds]
+    return {**row, "tokens": fast.done.tokens, "proposals": fast.done.proposals, "paths": paths}
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
@@ -289,11 +228,9 @@ def method_of(args, task: Task, draft, costs: dict) -> Method:
 
 def run(args, target, draft, prompts: list[tuple[str, str]], file) -> list[dict]:
     """Measure every prompt not yet in the file. Returns their rows."""
-    rows = []
-    tasks = {name: make_task(args, target, draft, text) for name, text in prompts}
-    say(
-        f"what passes cost, then {', '.join(tasks)}: {args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm ..."
-    )
+    rows, tasks = [], {name: make_task(args, target, draft, text) for name, text in prompts}
+    every = f"{args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm"
+    say(f"what passes cost, then {', '.join(tasks)}: {every} ...")
     costs = measure_costs(file, list(tasks.values()), draft.model, sorted({args.k, args.tree, 1}))
     for name, task in tasks.items():
         here = costs_at(costs, task.context)
@@ -301,12 +238,9 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file) -> list[dict]
         arms = reference_arms(task, target, draft, args.k) if args.vs_transformers else {}
         work = functools.partial(measure, task, method, args, here, arms)
         rows.append(find_or_measure(file, task, {"part": "decode", "workload": name}, work))
-        if args.self_draft and not rows[-1]["error"]:
-            close = check_self_draft(task, run_speculative(task, method).done, name)
-            if close:
-                say(
-                    f"{name}: {close} of the model's own guesses were rejected, each within rounding of its half precision"
-                )
+        own = args.self_draft and not rows[-1]["error"]
+        if own and (close := check_self_draft(task, run_speculative(task, method).done, name)):
+            say(f"{name}: {close} of the model's own guesses were rejected, each within rounding of its half precision")
     return rows
 
 
@@ -321,7 +255,7 @@ def print_row(row: dict, args, tokenizer) -> None:
         print(f"whole calls, prefill included\n\n{table}\n")
     if args.show:
         print(shown_rounds(tokenizer, row, colour=sys.stdout.isatty()) + "\n")
-    print(verdict(row))
+    print(decode_verdict(row))
 
 
 def parse_args(argv):
@@ -331,13 +265,9 @@ def parse_args(argv):
     add_policy_options(parser)
     parser.add_argument("-k", "--k", type=at_least(0, 1024), default=5, help="guesses a round; 0 is plain decoding")
     parser.add_argument("--tree", type=at_least(0, 64), default=0, metavar="NODES", help="guess a tree of up to NODES tokens, -k deep; 0: a chain")  # fmt: skip
-    parser.add_argument(
-        "--self-draft", action="store_true", help="the target drafts for itself: acceptance must be 100 %%"
-    )
+    parser.add_argument("--self-draft", action="store_true", help="the target drafts for itself: all must be accepted")
     parser.add_argument("--show", action="store_true", help="print the text round by round")
-    parser.add_argument(
-        "--vs-transformers", action="store_true", help="add `generate`, greedy and assisted at the same k"
-    )
+    parser.add_argument("--vs-transformers", action="store_true", help="add `generate`, greedy and assisted, same k")
     return parser.parse_args(argv)
 
 

@@ -16,7 +16,7 @@ from spec_common import UserError, interleave, judge_speed
 
 from spec_cli import at_least, command, make_parser
 from spec_decode import check_exact, counts
-from spec_harness.arms import draft_model, run_baseline, run_speculative
+from spec_harness.arms import Method, Run, Task, draft_model, run_baseline, run_speculative
 from spec_harness.cells import accounted, find_or_measure, pooled, timing, where_time_went
 from spec_harness.costs import costs_at, measured_costs
 from spec_harness.essay import essay_draft
@@ -24,7 +24,7 @@ from spec_harness.options import add_decoding_options, add_prompt_options, chose
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
 from spec_models import linear as cpu_linear
-from spec_models.load import EMBEDDED
+from spec_models.find import EMBEDDED
 from spec_models.pairs import EMBEDDED_DRAFTS, load_pair
 from workloads import WORKLOADS
 
@@ -46,27 +46,28 @@ def costs_rows(file: ResultFile, draft, tasks: list, k: int) -> list[dict]:
     return rows
 
 
+def counted_draft(first: Task, task: Task, method: Method, name: str, plain: Run, costs: dict, args) -> dict:
+    """The part of a draft's row that no free run is needed for, from a watched run that is checked. Raises Mismatch."""
+    run_speculative(task, method)  # warms up the watched run
+    fast = run_speculative(task, method, watched=True)
+    ties = check_exact(first, f"{name}, watched", plain.done.tokens, fast.done.tokens, args.allow_near_ties)
+    row = {"k": args.k, "n_tokens": args.n_tokens, **counts(fast.done, args.k), **where_time_went(plain, fast)}
+    return row | {"near_ties": ties, "predicted_costs": accounted(row, costs)}
+
+
 def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict:
-    """The row of one text, under `drafts` one for each draft: every draft in the same turns, so that they can be ranked against one another. `tasks`
-    and `costs` by the draft's name. Raises Mismatch."""
+    """The row of one text, under `drafts` one for each draft: every draft in the same turns, so that they can be ranked
+    against one another. `tasks` and `costs` by the draft's name. Raises Mismatch."""
     first = next(iter(tasks.values()))
-    expected, plain = run_baseline(first).done.tokens, run_baseline(first, watched=True)
+    run_baseline(first)  # warms up the watched run
+    plain = run_baseline(first, watched=True)
+    expected = plain.done.tokens
     methods = {draft.name: draft_model(tasks[draft.name], draft.model, args.k) for draft in drafts}
+    rows = {
+        name: counted_draft(first, tasks[name], one, name, plain, costs[name], args) for name, one in methods.items()
+    }
     arms = {"baseline": lambda: run_baseline(first), "baseline_again": lambda: run_baseline(first)}
-    rows = {}
-    for name, method in methods.items():
-        run_speculative(tasks[name], method)  # warms up the watched run
-        fast = run_speculative(tasks[name], method, watched=True)
-        ties = check_exact(first, f"{name}, watched", expected, fast.done.tokens, args.allow_near_ties)
-        rows[name] = {
-            "k": args.k,
-            "n_tokens": args.n_tokens,
-            **counts(fast.done, args.k),
-            **where_time_went(plain, fast),
-            "near_ties": ties,
-        }
-        rows[name]["predicted_costs"] = accounted(rows[name], costs[name])
-        arms[name] = lambda name=name, method=method: run_speculative(tasks[name], method)
+    arms |= {name: functools.partial(run_speculative, tasks[name], method) for name, method in methods.items()}
     samples = interleave(arms, args.repeats, args.warmup)
     for arm, runs in samples.items():
         for tokens in {tuple(run.done.tokens) for run in runs}:
@@ -75,9 +76,7 @@ def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict:
                 rows[arm]["near_ties"] += ties
     for name, row in rows.items():
         mine = {
-            "baseline": samples["baseline"],
-            "speculative": samples[name],
-            "baseline_again": samples["baseline_again"],
+            arm: samples[name if arm == "speculative" else arm] for arm in ("baseline", "speculative", "baseline_again")
         }
         row |= {**timing(mine, len(expected)), "exact": not row["near_ties"], "error": None}
         row["prediction_error"] = row["predicted_costs"] - row["speedup"]

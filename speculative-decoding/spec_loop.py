@@ -1,14 +1,16 @@
 """The loop: a draft guesses, the target checks every guess in one pass, and the text stays the target's own.
 
 `ids` is the truth and every cache a prefix of it, so nothing is ever carried as "pending": a pass feeds the difference.
-A round is three paragraphs of `speculate`: draft (a drafter proposes tokens), verify (one pass of the target gives a row
-for each of them and one more), keep (the agreed path and the target's own next token stand; the caches keep those slots
-and no others). What differs between methods comes in from outside, in three parts:
+A round is three paragraphs of `speculate`: draft (a drafter proposes tokens), verify (one pass of the target gives a
+row for each of them and one more), keep (the agreed path and the target's own next token stand; the caches keep those
+slots and no others). What differs between methods comes in from outside, in three parts:
 
-- a drafter, what guesses: `start(state)`, `propose(state, budget)`, `keep(state, path, features)`; it says what it wants to
-  see of the target (`taps`), whether its guesses carry a probability (`confident`), and counts its `work` (here: a draft model);
-- a rule, what stands: `begin()`, `choose(row)`, `judge(out, proposal)` (here: greedy; losslessness is the rule's alone);
+- a drafter, what guesses: `start(state)`, `propose(state, budget)`, `keep(state, path, features)`; it says what it
+  wants to see of the target (`taps`) and whether its guesses carry a probability (`confident`), and counts its `work`;
+- a rule, what stands: `begin()`, `choose(row)`, `judge(out, proposal)`; losslessness is the rule's alone;
 - a policy, how far to look: `begin()`, `budget(confident)`, `learn(proposed, accepted)` (spec_methods/policy.py).
+
+The plain ones stand here: a draft model, the greedy rule. What a run took is counted by spec_counts.py.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from spec_common import UserError, dtype_name, unwatched
 import torch
 from transformers import DynamicCache
 
+from spec_counts import Decoded, Work, count_pass, work_of
+from spec_ids import DraftIds
+
 LOOPS = ("lean", "essay")
 
 
@@ -31,20 +36,16 @@ class DecodingError(UserError):
     """A pass gave something no text may be made of: logits that are not finite, or a cache that did not roll back."""
 
 
-# ----------------------------------------------------------------------------------------------------- one pass, one cache
-
-
 class Pass(NamedTuple):
-    """What a pass gave: `logits` (1, rows, vocabulary) of its last rows, where row j says what follows the fed token j;
-    `features`, for each tap (1, fed, width); `finite`, () on the device: whether no row holds a NaN or an infinite best."""
+    """What a pass gave."""
 
-    logits: torch.Tensor
-    features: tuple[torch.Tensor, ...]
-    finite: torch.Tensor
+    logits: torch.Tensor  # (1, rows, vocabulary) of its last rows; a row says what follows the token that was fed there
+    features: tuple[torch.Tensor, ...]  # (1, fed, width) for each tap
+    finite: torch.Tensor  # () on the device: no row holds a NaN or an infinite best
 
 
 class TextCache(DynamicCache):
-    """transformers' cache. Built without a config it keeps every key, so sliding windows stay exact and can roll back."""
+    """transformers' cache. Without a config it keeps every key: sliding windows stay exact and can roll back."""
 
     def keep(self, length: int, path: Sequence[int]) -> None:
         """The first `length` slots stand and, moved up behind them, those of `path` (rising); the rest is forgotten."""
@@ -69,43 +70,24 @@ def forward_options(model_class: type) -> frozenset[str]:
 
 @torch.inference_mode()
 def forward(model, tokens: torch.Tensor, cache, rows: int = 1, taps: Sequence[int] = (), **geometry) -> Pass:
-    """Feed `tokens` (1, n) behind what `cache` holds, in one pass that appends to it; the only place that does, and so
-    the place where passes are counted (`cache.work`).
-
-    `taps`: hidden states to hand out, numbered as transformers does (0: the embeddings, i: what layer i gives, the last
-    one after the final norm). `geometry`: position_ids (1, n) and attention_mask of tokens that do not follow one another.
-    """
+    """Feed `tokens` (1, n) behind what `cache` holds, in one pass that appends to it; nothing else does, so passes are
+    counted here. `taps`: hidden states to hand out (0: the embeddings, i: what layer i gives, the last one behind the
+    final norm). `geometry`: position_ids (1, n) and attention_mask of tokens that do not follow one another."""
     options = forward_options(type(model))
     keywords = {"cache" if "cache" in options else "past_key_values": cache, **geometry}
     if "logits_to_keep" in options:
         keywords["logits_to_keep"] = rows
     if taps:
         keywords["output_hidden_states"] = list(taps)
-    cache.work = Work(work_of(cache).passes + 1, work_of(cache).tokens + tokens.shape[1])
+    count_pass(cache, tokens.shape[1])
     out = model(tokens, use_cache=True, **keywords)
     logits = out.logits[:, -rows:]
-    features = tuple(out.hidden_states[tap] for tap in taps)
-    return Pass(logits, features, logits.amax(-1).isfinite().all())
-
-
-class Work(NamedTuple):
-    """Passes, and the tokens that they read."""
-
-    passes: int
-    tokens: int
-
-    def since(self, before: Work) -> Work:
-        return Work(self.passes - before.passes, self.tokens - before.tokens)
-
-
-def work_of(cache) -> Work:
-    """The passes that have appended to that cache."""
-    return getattr(cache, "work", Work(0, 0))
+    return Pass(logits, tuple(out.hidden_states[tap] for tap in taps), logits.amax(-1).isfinite().all())
 
 
 def keep_slots(cache, length: int, path: Sequence[int] = ()) -> None:
-    """Make the cache hold its first `length` slots and those of `path` (rising, each `length` or more), nothing else; a
-    shorter cache is left alone. The only place that takes anything back. Raises DecodingError if the cache did not obey."""
+    """Make the cache hold its first `length` slots and those of `path` (rising, from `length` on) alone; one that is
+    shorter stays. The only place that takes anything back. Raises DecodingError where the cache did not obey."""
     end = length + len(path)
     if cache.get_seq_length() > end or any(slot != length + i for i, slot in enumerate(path)):
         cache.keep(length, path)
@@ -118,19 +100,18 @@ def not_finite(model) -> DecodingError:
     return DecodingError(f"{type(model).__name__}: logits are not finite in {where}; try another --dtype")
 
 
-# --------------------------------------------------------------------------------------------------- what goes to and fro
+# ------------------------------------------------------------------------------------------------- what goes to and fro
 
 
 @dataclass
 class State:
-    """Where a decoding stands: the text `ids[:, :length]` in a buffer with room to grow, the target's cache, the features
-    of the tokens in it (a tensor (1, n, width) for each of the drafter's taps), and the clock of a watched run."""
+    """Where a decoding stands: the text is `ids[:, :length]`, in a buffer with room to grow."""
 
     ids: torch.Tensor
     length: int
-    cache: object
-    features: tuple[torch.Tensor, ...] = ()
-    watch: Callable = unwatched
+    cache: object  # the target's
+    features: tuple[torch.Tensor, ...] = ()  # of the prompt's tokens in it, (1, n, width) for each tap
+    watch: Callable = unwatched  # the clock of a watched run
     new: list[int] = field(default_factory=list)  # what was written last
 
     def unread(self, cache) -> torch.Tensor:
@@ -143,8 +124,7 @@ class State:
 
 
 class Budget(NamedTuple):
-    """How far a round may look: `depth` guesses one after the other; after each of them `enough(its probability)`, where
-    it is given, says whether to stop there."""
+    """How far a round may look: guesses one after the other, and whether to stop after one of that probability."""
 
     depth: int
     enough: Callable[[float], bool] | None = None
@@ -152,15 +132,11 @@ class Budget(NamedTuple):
 
 @dataclass
 class Proposal:
-    """Guesses, in a buffer of their own: `tokens` (n,) on the text's device. Each follows the one before (a chain).
+    """Guesses, in a buffer of their own, on the text's device. Each follows the one before (a chain)."""
 
-    `laws`: of each guess the law (vocabulary,) it was drawn from, over the target's ids, or None for a certain one.
-    `finite`: a flag () for each pass of a draft model that was needed.
-    """
-
-    tokens: torch.Tensor
-    laws: list = field(default_factory=list)
-    finite: list[torch.Tensor] = field(default_factory=list)
+    tokens: torch.Tensor  # (n,)
+    laws: list = field(default_factory=list)  # of each the law (vocabulary,) it was drawn from; None: it was certain
+    finite: list[torch.Tensor] = field(default_factory=list)  # a flag () for each pass of a draft model
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -170,26 +146,24 @@ class Proposal:
         return [node + 1] if node + 1 < len(self) else []
 
     def geometry(self, model, cached: int) -> dict:
-        """What `forward` must be told of the text's last token and the guesses behind `cached` tokens: nothing, for a
-        chain. A tree (spec_methods/trees.py) gives positions and a mask."""
+        """What `forward` must know of the places behind `cached` tokens: nothing. A tree says more (trees.py)."""
         return {}
 
 
 class Choice(NamedTuple):
-    """One token picked: its id (1,), and the law (vocabulary,) it was drawn from, or None where nothing was drawn."""
+    """One token picked."""
 
-    token: torch.Tensor
-    law: torch.Tensor | None
+    token: torch.Tensor  # its id, (1,)
+    law: torch.Tensor | None  # (vocabulary,), which it was drawn from; None where nothing was drawn
 
 
 class Verdict(NamedTuple):
-    """What stands of a proposal: the `path` of accepted guesses by their numbers, then one `token` of the target's own;
-    all `guesses` as read from the device, and whether every pass was `finite`."""
+    """What stands of a proposal: a path of accepted guesses, then one token of the target's own."""
 
-    path: list[int]
+    path: list[int]  # the guesses' numbers
     token: int
-    guesses: list[int]
-    finite: bool
+    guesses: list[int]  # all of them, as read from the device
+    finite: bool  # whether every pass was
 
 
 class Greedy:
@@ -215,51 +189,12 @@ class Greedy:
         return Verdict(path, choices[node + 1], guesses, bool(read[-1]))
 
 
-class Round(NamedTuple):
-    """What came of a round. alpha is the sum of `accepted` over the sum of `judged`: of a tree, a level is judged once."""
-
-    guesses: list[int]  # all that were proposed
-    path: list[int]  # the numbers of those that stand
-    judged: int  # levels of the proposal that the rule looked at: those accepted, and the one that was not
-    emitted: int  # tokens written: the accepted ones and the target's own, unless cut
-    draft_passes: int
-
-
-@dataclass
-class Decoded:
-    """What a run wrote and what it took, counted where it happened."""
-
-    tokens: list[int] = field(default_factory=list)
-    target_passes: int = 0
-    draft_passes: int = 0
-    draft_tokens_read: int = 0  # by those passes: a pass after a round without a rejection reads two
-    rounds: list[Round] = field(default_factory=list)
-
-    @property
-    def proposals(self) -> list[list[int]]:
-        return [one.guesses for one in self.rounds]
-
-    @property
-    def accepted(self) -> list[int]:
-        return [len(one.path) for one in self.rounds]
-
-    @property
-    def emitted(self) -> list[int]:
-        return [one.emitted for one in self.rounds]
-
-    @property
-    def rejected(self) -> list[bool]:
-        """Whether judging met a wrong guess, each round."""
-        return [one.judged > len(one.path) for one in self.rounds]
-
-
-# -------------------------------------------------------------------------------------------------------------- the loop
+# ------------------------------------------------------------------------------------------------------------- the loop
 
 
 @torch.inference_mode()
 def prefill(target, prompt: torch.Tensor, room: int, taps: Sequence[int] = ()) -> State:
-    """Read all but the last prompt token, with the same split for every arm. `prompt` is (1, n), n of 1 or more; `room`
-    tokens may follow it."""
+    """Read all but the last token of `prompt`, (1, n): the same split for every arm. `room` tokens may follow it."""
     length = prompt.shape[1]
     state = State(torch.cat([prompt, prompt.new_zeros(1, room)], dim=1), length, new_cache(target))
     if length > 1:
@@ -278,8 +213,7 @@ def baseline(target, state: State, n_tokens: int, rule, ends: frozenset[int] = f
         if not finite:
             raise not_finite(target)
         state.write([token])
-        done.tokens.append(token)
-        done.rounds.append(Round([], [], 0, 1, 0))
+        done.count_round([token])
         state.watch("keep", 1)
     done.target_passes = work_of(state.cache).since(before).passes
     return done
@@ -290,10 +224,8 @@ def speculate(
     target, drafter, state: State, n_tokens: int, rule, policy, *,
     loop: str = "lean", ends: frozenset[int] = frozenset(), limit: int | None = None,
 ) -> Decoded:  # fmt: skip
-    """The loop. `loop`: 'lean' looks no further than what remains to be written; 'essay' always guesses k and cuts.
-
-    `limit` is the longest text both models are defined for: no pass looks past it. The drafter has been started.
-    """
+    """The loop. The drafter has been started. `loop`: 'lean' looks no further than what remains to be written; 'essay'
+    always guesses k and cuts. `limit`: the longest text both models are defined for; no pass looks past it."""
     done, end, before = Decoded(), state.length + n_tokens, work_of(state.cache)
     while state.length < end and not ends & set(done.tokens[-1:]):
         # draft: guesses, in a buffer of their own
@@ -308,20 +240,20 @@ def speculate(
         fed = torch.cat([state.unread(state.cache), made.tokens[None]], dim=1)
         out = forward(target, fed, state.cache, len(made) + 1, drafter.taps, **made.geometry(target, cached))
         state.watch("verify")
-        verdict = rule.judge(out, made)
-        if not verdict.finite:
+        path, token, guesses, finite = rule.judge(out, made)
+        if not finite:
             raise not_finite(drafter.model if out.finite else target)
 
         # keep: the agreed path and the target's own next token, which is free; the rest never happened
-        path, guesses = verdict.path, verdict.guesses
-        block = cut_block([*(guesses[i] for i in path), verdict.token], end - state.length, ends)
+        block = cut_block([*(guesses[i] for i in path), token], end - state.length, ends)
         stands = path[: len(block) - 1]
         keep_slots(state.cache, state.length, [state.length + i for i in stands])
         state.write(block)
         drafter.keep(state, stands, tuple(feature[:, [0, *(i + 1 for i in stands)]] for feature in out.features))
         policy.learn(len(made), len(path))
         state.watch("keep", len(block))
-        count_round(done, made, verdict, block, drafter.work.since(drafted), ended=block[-1] in ends)
+        wrong = bool(made.children(path[-1] if path else -1))  # the target's own token was not among those it judged
+        done.count_round(block, guesses, path, wrong, block[-1] in ends, drafter.work.since(drafted))
     done.target_passes = work_of(state.cache).since(before).passes
     return done
 
@@ -332,56 +264,18 @@ def cut_block(block: list[int], room: int, ends: frozenset[int]) -> list[int]:
     return block[: next((i + 1 for i, token in enumerate(block) if token in ends), len(block))]
 
 
-def count_round(done: Decoded, made: Proposal, verdict: Verdict, block: list[int], drafted: Work, ended: bool) -> None:
-    """Count a round. Guesses past an end token were never part of the text, so they are not counted as accepted;
-    those past n tokens are (the essay's columns count them)."""
-    path = verdict.path
-    wrong = bool(made.children((path or [-1])[-1]))  # the target's own token was not among the guesses that it judged
-    if ended and len(block) <= len(path):  # the end token is itself a guess: what came after it was never judged
-        path, wrong = path[: len(block)], False
-    done.rounds.append(Round(verdict.guesses, path, len(path) + wrong, len(block), drafted.passes))
-    done.tokens += block
-    done.draft_passes += drafted.passes
-    done.draft_tokens_read += drafted.tokens
-
-
-# ------------------------------------------------------------------------------------------------------- the draft model
-
-
-class DraftIds:
-    """What a draft can read and say of the target's `rows` ids. Tables of one family are padded differently, and a head
-    may be cut to the frequent ids: then its row i speaks of id `kept[i]`."""
-
-    def __init__(self, model, rows: int):
-        self.rows, self.kept = rows, getattr(model.get_output_embeddings(), "kept", None)
-        self.readable = model.get_input_embeddings().weight.shape[0]
-        self.sayable = rows if self.kept is None else None  # rows of the head that may be picked; None: all of them
-
-    def of(self, picked: torch.Tensor) -> torch.Tensor:
-        """The target's ids of picked rows of the head."""
-        return picked if self.kept is None else self.kept[picked]
-
-    def law(self, law: torch.Tensor | None) -> torch.Tensor | None:
-        """A law over the head's rows as one over the target's ids, (rows,): what the draft cannot say has 0."""
-        if law is None or (self.kept is None and len(law) == self.rows):
-            return law
-        whole = law.new_zeros(self.rows)
-        whole[slice(len(law)) if self.kept is None else self.kept] = law
-        return whole
+# ------------------------------------------------------------------------------------------------------ the draft model
 
 
 class ModelDrafter:
-    """Guesses with a smaller model of the same tokenizer, one pass a guess.
-
-    `target_rows`: the ids that the target can read. `read_last`: also feed the last guess, as the essay's loop does;
-    otherwise the next round feeds what is missing. Once the text holds an id that the draft cannot read, it stays silent
-    and the target goes on alone.
-    """
+    """Guesses with a smaller model of the same tokenizer, one pass a guess. Once the text holds an id that the draft
+    cannot read, it stays silent and the target goes on alone."""
 
     confident = True  # its guesses carry a probability, which a policy may look at
     taps = ()  # hidden states of the target that it wants to see
 
     def __init__(self, model, target_rows: int, read_last: bool = False, rule=None):
+        """`target_rows`: the ids that the target can read. `read_last`: feed the last guess too, as the essay does."""
         self.model, self.read_last, self.rule = model, read_last, rule or Greedy()
         self.ids = DraftIds(model, target_rows)
 

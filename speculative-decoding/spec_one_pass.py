@@ -19,8 +19,10 @@ from spec_cli import at_least, command, make_parser
 from spec_harness.options import open_run
 from spec_harness.tables import markdown_table
 from spec_models import linear as cpu_linear
-from spec_models.checks import check_room, prompt_ids
-from spec_models.load import EMBEDDED, linear_kind, load
+from spec_models.checks import check_room
+from spec_models.find import EMBEDDED
+from spec_models.load import linear_kind, load
+from spec_models.words import prompt_ids
 
 ESSAY_TEXT = "The capital of France is Paris and it"
 ESSAY_CUT = 5
@@ -78,18 +80,18 @@ def run(model, tokenizer, ids: torch.Tensor, cut: int) -> tuple[list[dict], dict
             alone_difference=float((alone - whole[i]).abs().max()),
             alone_same=int(alone.argmax()) == row["prediction_id"],
         )
-    allowed = TOLERANCE.get(model.dtype, 0.3) * float(whole.std())
-    broken = [
-        row["position"]
-        for row in rows
-        if not max(row["alone_difference"], row.get("truncated_difference", 0)) <= allowed
-    ]
-    summary = {
+    return rows, summarise(rows, TOLERANCE.get(model.dtype, 0.3) * float(whole.std()))
+
+
+def summarise(rows: list[dict], allowed: float) -> dict:
+    """Whether no prefix gave other logits than the whole text did, beyond what rounding is `allowed`."""
+    moved = {row["position"]: max(row["alone_difference"], row.get("truncated_difference", 0)) for row in rows}
+    broken = [position for position, difference in moved.items() if not difference <= allowed]
+    return {
         "largest_numerical_difference": max(row.get("truncated_difference", 0) for row in rows),
         "largest_difference_alone": max(row["alone_difference"] for row in rows),
         "allowed_difference": allowed, "nesting_holds": not broken, "first_broken_position": broken[0] if broken else None,
     }  # fmt: skip
-    return rows, summary
 
 
 def same(value: bool) -> str:

@@ -33,7 +33,8 @@ from spec_harness.options import add_draft_options, open_run
 from spec_harness.tables import fixed, markdown_table
 from spec_harness.theory import alpha_of_acceptance, best_k, ceiling, interpolated
 from spec_models.checks import check_room
-from spec_models.load import EMBEDDED, SHIPPED_CONFIGS, linear_kind, load, load_random
+from spec_models.find import EMBEDDED, SHIPPED_CONFIGS
+from spec_models.load import linear_kind, load, load_random
 from spec_models.pairs import in_form, load_draft, pack
 
 TOKENS = (1, 2, 4, 8, 12, 16)

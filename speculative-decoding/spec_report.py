@@ -20,10 +20,9 @@ from spec_batch import tables as batch_tables
 from spec_bench import USUAL_K, sweep_table, workload_table
 from spec_bench import verdict as bench_verdict
 from spec_cli import Help, Parser, command
-from spec_decode import against_transformers, what_it_does
 from spec_drafts import table as draft_table
 from spec_drafts import verdict as draft_verdict
-from spec_harness.tables import fixed, markdown_table, speed_words
+from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, what_it_does
 from spec_harness.variants import table as variants_table
 from spec_lookup import table as lookup_table
 from spec_precondition import NEARLY_FREE, cost_table
@@ -184,6 +183,12 @@ def tables(all_of: dict) -> dict[str, str]:
         found["not_pay"] = slower_cells(all_of["bench"], all_of["drafts"])
     if "drafts_bfloat16" in all_of:
         found["acceptance_bfloat16"] = acceptance(all_of["drafts_bfloat16"])
+    return found | further_tables(all_of)
+
+
+def further_tables(all_of: dict) -> dict[str, str]:
+    """The tables of what goes beyond the essay."""
+    found = {}
     if "sampling" in all_of:
         found["sampling_table"] = sampling_table(all_of["sampling"]["summary"]["temperatures"], wide=True)
     if "lookup" in all_of:

@@ -5,6 +5,9 @@ Every prompt is the beginning of a text that the model goes on with, so the word
 
 from __future__ import annotations
 
+import re
+from itertools import count
+
 WORKLOADS = {
     "code": '''def add(a, b):
     """Return the sum of a and b."""
@@ -77,3 +80,15 @@ GROUNDED = {
 
 
 DEFAULT_WORKLOAD = "open prose"
+FEWEST_WORDS = 4  # of a prompt made by beginning a workload's text later
+
+
+def later_starts():
+    """(name, text): the five workloads, then the same texts begun at their second word, at their third, ... All differ."""
+    words = {name: re.split(r"(?<=\s)(?=\S)", text) for name, text in WORKLOADS.items()}
+    for later in count():
+        left = [name for name in words if not later or len(words[name]) - later >= FEWEST_WORDS]
+        if not left:
+            return
+        for name in left:
+            yield f"{name}, from word {later + 1}" if later else name, "".join(words[name][later:])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tiny
-from spec_harness import results as results_module
+from spec_harness import machine
 from spec_models import embedded
 
 torch.set_num_threads(1)
@@ -38,7 +38,7 @@ def no_download(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_look_at_the_load(monkeypatch):
     """A run looks for a moment how busy the machine is; hundreds of test runs need not."""
-    monkeypatch.setattr(results_module, "LOOK_S", None)
+    monkeypatch.setattr(machine, "LOOK_S", None)
 
 
 @pytest.fixture(autouse=True)

@@ -164,7 +164,7 @@ def test_every_run_starts_from_the_same_state(monkeypatch):
     )
 
     def tiny_done():
-        from spec_loop import Decoded
+        from spec_counts import Decoded
 
         return Decoded(tokens=[1])
 

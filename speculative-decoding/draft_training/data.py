@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from draft_training.options import training_parser
 from draft_training.prompts import KINDS, SHORTEST, training_prompts
 from draft_training.requests import (
     LONGEST_PROMPT,
@@ -32,7 +33,7 @@ from draft_training.requests import (
     templated,
 )
 from draft_training.teacher import Teacher, continue_rows
-from spec_cli import Help, Parser, at_least, command, fraction
+from spec_cli import at_least, command, fraction
 
 NEW_TOKENS = 64  # tokens a row: many short rows, because a draft agrees least at the beginning of a text
 SHARES = {"code": 0.34, "list": 0.16, "json": 0.16, "repeat": 0.08, "prose": 0.26}  # of the rows that are no chat
@@ -139,25 +140,17 @@ def make_shards(teacher, tokenizer, args, texts):
 
 
 def parse_args(argv):
-    parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--target", required=True, help="folder of the target")
-    parser.add_argument(
-        "--out", required=True, type=pathlib.Path, help="folder for the shards; those that are there are kept"
+    parser = training_parser(
+        __doc__,
+        "folder of the target",
+        "folder for the shards; those that are there are kept",
+        '.jsonl of {"kind", "prompt"}; without it the target asks itself',
     )
-    parser.add_argument(
-        "--prompts",
-        type=pathlib.Path,
-        metavar="FILE",
-        help='.jsonl of {"kind", "prompt"}; without it the target asks itself',
-    )
-    parser.add_argument(
-        "--chat", type=fraction, default=CHAT, help="share of the rows that go through the chat template"
-    )
+    parser.add_argument("--chat", type=fraction, default=CHAT, help="share of the rows through the chat template")
     parser.add_argument("--first", type=at_least(0), default=0, help="number of the first shard")
     parser.add_argument("--shards", type=at_least(1), default=20, help="shards wanted from there on")
     parser.add_argument("--rows", type=at_least(1), default=512, help="rows a shard")
     parser.add_argument("--new-tokens", type=at_least(1), default=NEW_TOKENS, help="tokens continued a row")
-    parser.add_argument("--threads", type=at_least(1), default=1, help="threads of the arithmetic")
     return parser.parse_args(argv)
 
 

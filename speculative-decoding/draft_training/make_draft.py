@@ -26,9 +26,10 @@ from draft_training.card import model_card
 from draft_training.data import make_shard, training_prompts_of
 from draft_training.guard import kept_out_runs
 from draft_training.judge import agreement, held_out, write_json
+from draft_training.options import above_zero, layer_list, training_parser
 from draft_training.shards import Shards
 from draft_training.teacher import TOP, Teacher
-from spec_cli import Help, Parser, at_least, command
+from spec_cli import at_least, command
 from spec_models.load import load
 
 CUTTABLE = ("llama", "qwen2", "qwen3")  # what the fast teacher computes
@@ -227,32 +228,30 @@ def facts_of(args, work, target, draft, layers, progress, rows, shards):
 
 
 def parse_args(argv):
-    parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument(
-        "--target", required=True, help="hub id, folder or .gguf of a Llama, Qwen2 or Qwen3 with a chat template"
-    )
-    parser.add_argument("--out", required=True, type=Path, help="the draft's folder to make")
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='.jsonl of {"prompt"}; without it the target asks itself'
+    parser = training_parser(
+        __doc__,
+        "hub id, folder or .gguf of a Llama, Qwen2 or Qwen3 with a chat template",
+        "the draft's folder to make",
+        '.jsonl of {"prompt"}; without it the target asks itself',
+        torch.get_num_threads(),
     )
     parser.add_argument(
         "--keep-out", type=Path, nargs="*", default=[], metavar="FILE", help=".jsonl of prompts to judge on later"
     )
     parser.add_argument(
         "--hours",
-        type=training.minutes,
+        type=above_zero,
         default=2.0,
         help="for data and training; the texts that are judged on take some minutes more",
     )
     parser.add_argument(
-        "--layers", type=training.layer_list, help="layers of the target to keep; by default a short trial chooses"
+        "--layers", type=layer_list, help="layers of the target to keep; by default a short trial chooses"
     )
     parser.add_argument("--tokens", type=at_least(1, 10**9), default=2_000_000, help="most tokens of data")
     parser.add_argument("--rows", type=at_least(8), default=512, help="rows a shard of data")
     parser.add_argument(
         "--new-tokens", type=at_least(4), default=64, help="tokens that the target writes after a prompt"
     )
-    parser.add_argument("--threads", type=at_least(1, 1024), default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--seed", type=at_least(0, 10**6), default=0, help="of the order of rows")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     return parser.parse_args(argv)

@@ -407,22 +407,18 @@ def repeat_text(rng, count):
     return (" ".join(words) + ". ") * (count + 1)
 
 
+BODIES = (
+    "return {v}(x)", "return x.{v}()", "print('{v}', x)", "return [i.{v} for i in x]", "return self.{v}", "x.{v} = True",
+)  # fmt: skip
+
+
 def code_text(rng, count):
     """The start of a small program: functions that follow one pattern, a class, a signature with a docstring."""
     verb, noun, other, style = rng.choice(VERBS), rng.choice(NOUNS), rng.choice(NOUNS), rng.randrange(7)
     if style == 0:
         return f'def {verb}_{noun}({other}):\n    """{verb.capitalize()} the {noun} of the {other}."""\n'
     if style == 1:
-        body = rng.choice(
-            [
-                "return {v}(x)",
-                "return x.{v}()",
-                "print('{v}', x)",
-                "return [i.{v} for i in x]",
-                "return self.{v}",
-                "x.{v} = True",
-            ]
-        )
+        body = rng.choice(BODIES)
         return "".join(
             f"def {v}_{noun}(x):\n    {body.format(v=v)}\n\n" for v in rng.sample(VERBS, min(count, 3))
         ) + rng.choice(["", "def"])

@@ -10,11 +10,9 @@ its last hidden state.
     python -m draft_training.train --target FOLDER --data data --out draft --layers 0,1,23
 """
 
-import argparse
 import copy
 import functools
 import json
-import math
 import pathlib
 import sys
 
@@ -29,10 +27,11 @@ from draft_training.data import check_folder
 from draft_training.guard import kept_out_runs
 from draft_training.judge import agreement, held_out
 from draft_training.loss import distill_loss
+from draft_training.options import add_budget_options, add_draft_options, add_loss_options, training_parser
 from draft_training.parallel import add_mask, by_place, chain_states
 from draft_training.shards import Shards
 from draft_training.teacher import Teacher
-from spec_cli import Help, Parser, at_least, command, fraction
+from spec_cli import command
 from spec_models.cut import cut_layers
 from spec_models.files import build_draft, read_draft, same_target, save_draft
 
@@ -178,81 +177,18 @@ def an_epoch(args, draft, optimizer, shards, batches, rows, progress, clock, sto
     return False
 
 
-def layer_list(text):
-    """A type for argparse: layer numbers with commas between, in the order given."""
-    numbers = [at_least(0, 1000)(part) for part in text.split(",")]
-    if len(set(numbers)) < len(numbers):
-        raise argparse.ArgumentTypeError(f"'{text}' names a layer twice")
-    return numbers
-
-
-def minutes(text):
-    """A type for argparse: a number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return number
-
-
 def parse_args(argv):
-    parser = Parser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--target", required=True, help="folder of the target, a Llama with a tied head")
+    parser = training_parser(
+        __doc__,
+        "folder of the target, a Llama with a tied head",
+        "folder for the checkpoint, the log and the draft",
+        "the file of data.py: what it holds out of it is judged on",
+    )
     parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
-    parser.add_argument(
-        "--out", required=True, type=pathlib.Path, help="folder for the checkpoint, the log and the draft"
-    )
-    parser.add_argument(
-        "--layers", type=layer_list, default=[0, 1, 23], help="the target's layers that the draft keeps, from 0"
-    )
-    parser.add_argument(
-        "--grow",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="begin from this trained draft; it may have fewer of the layers",
-    )
-    parser.add_argument(
-        "--prompts", type=pathlib.Path, metavar="FILE", help="the file of data.py: what it holds out of it is judged on"
-    )
-    parser.add_argument(
-        "--keep-out",
-        type=pathlib.Path,
-        nargs="*",
-        default=[],
-        metavar="FILE",
-        help=".jsonl files of prompts that the draft will be judged on: no row that shares 12 ids in a row is trained on",
-    )
-    parser.add_argument(
-        "--minutes", type=minutes, default=60, help="budget of time, that of earlier runs (--resume) included"
-    )
-    parser.add_argument("--steps", type=at_least(0, 10**9), default=0, help="budget of steps; 0 is none")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument("--warm-steps", type=at_least(1), default=50, help="steps of warm-up")
-    parser.add_argument(
-        "--decay", type=float, default=0.25, help="last share of the budget, in which the rate falls to zero"
-    )
-    parser.add_argument("--weight-decay", type=float, default=0.01, help="of AdamW")
-    parser.add_argument("--batch-tokens", type=at_least(1), default=1024, help="tokens a step, padding included")
-    parser.add_argument(
-        "--guesses", type=at_least(1, 64), default=1, help="guesses that one pass is trained to make; above 1: with a mask vector"
-    )
-    parser.add_argument("--negatives", type=at_least(0), default=1024, help="random ids in every union of candidates")
-    parser.add_argument("--hard", type=float, default=0.5, help="weight of the teacher's own choice")
-    parser.add_argument("--state", type=float, default=1.0, help="weight of the distance between last hidden states")
-    parser.add_argument(
-        "--prompt-share",
-        type=fraction,
-        default=0.3,
-        help="share of the positions inside prompts that is learnt from (continued ones all are)",
-    )
-    parser.add_argument(
-        "--check-every", type=at_least(1, 10**9), default=300, help="steps between two held-out tables and checkpoints"
-    )
-    parser.add_argument("--seed", type=at_least(0, 10**9), default=0, help="of the order of rows and the negatives")
-    parser.add_argument("--threads", type=at_least(1, 1024), default=1, help="threads of the arithmetic")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out; new shards join in")
+    add_draft_options(parser)
+    add_budget_options(parser)
+    add_loss_options(parser)
     return parser.parse_args(argv)
 
 

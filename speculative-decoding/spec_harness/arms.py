@@ -13,7 +13,8 @@ from spec_common import Watch, timed, unwatched
 
 import torch
 
-from spec_loop import Decoded, Greedy, ModelDrafter, baseline, prefill, speculate
+from spec_counts import Decoded
+from spec_loop import Greedy, ModelDrafter, baseline, prefill, speculate
 from spec_methods.policy import FixedK
 from spec_models.checks import vocabulary_rows
 

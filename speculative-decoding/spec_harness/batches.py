@@ -16,11 +16,11 @@ from spec_common import Timed, Watch, interleave, paired_ratio, timed, unwatched
 import psutil
 import torch
 
+from spec_counts import Decoded
 from spec_harness.arms import Task
 from spec_harness.costs import COST_REPEATS, COST_WARMUP, random_ids
 from spec_harness.reference import generated_rows
 from spec_harness.theory import interpolated
-from spec_loop import Decoded
 from spec_methods.batch import Batch, ModelRows, baseline_rows, prefill_rows, speculate_rows
 from spec_methods.rows import feed, read_prompts
 from spec_models.checks import vocabulary_rows

@@ -11,14 +11,16 @@ from spec_common import UserError, dtype_name, remark
 
 from spec_cli import at_least, fraction, reachable, set_up
 from spec_harness.arms import Task
+from spec_harness.machine import BUSY, environment
 from spec_harness.prompts import read_prompts
-from spec_harness.results import BUSY, ResultFile, environment, settings
+from spec_harness.results import ResultFile, settings
 from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
 from spec_models.checkpoint import overridden
-from spec_models.checks import Loaded, check_ids, check_room, context_limit, prompt_ids, stopping_ids
+from spec_models.checks import Loaded, check_room, context_limit
 from spec_models.pairs import PAIRS, PASSES, form, load_pair
+from spec_models.words import check_ids, prompt_ids, stopping_ids
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 
@@ -204,6 +206,8 @@ def open_run(args, name: str, prompts: list[tuple[str, str]] = (), load=load_one
     if device.type == "cpu" and where["cpu_busy"] > BUSY:
         remark(f"the machine is busy ({where['cpu_busy']:.0%} of its CPUs are in use by others): times will be noisy")
     if device.type == "cpu" and where["threads"] > (where["cpus_allowed"] or where["threads"]):
-        remark(f"{where['threads']} threads on {where['cpus_allowed']} CPUs: they wait for one another; lower --threads")
+        remark(
+            f"{where['threads']} threads on {where['cpus_allowed']} CPUs: they wait for one another; lower --threads"
+        )
     with ResultFile(args.results, name, config, where, getattr(args, "resume", None)) as file:
         yield (*Opened(file, target, drafts), *found)

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from spec_harness.arms import Run, Task, draft_model, run_baseline, run_speculative
-from spec_loop import Decoded, Round, cut_block
+from spec_counts import Decoded, Round
+from spec_harness.arms import Method, Run, Task, draft_model, run_baseline, run_speculative
+from spec_loop import cut_block
 from spec_models.checks import Loaded
 
 NO_PAD = -1  # no text holds it: from a real id transformers would infer a mask that hides it from the assistant
@@ -106,10 +107,10 @@ def run_assisted(target, draft, task: Task, k: int, streamer: RoundLengths | Non
         return generated(target, task, streamer, assistant_model=draft)
 
 
-def check_rounds(task: Task, draft, k: int, lengths: list[int]) -> None:
+def check_assisted(task: Task, ours: Method, lengths: list[int]) -> None:
     """Our lean loop with the draft that assisted generation had must write the same number of tokens in every round.
     Raises ClaimFailed. The draft in the form that is measured may guess otherwise; the text is compared all the same."""
-    done = run_speculative(task, draft_model(task, draft, k)).done
+    done = run_speculative(task, ours).done
     if done.emitted != lengths:
         raise ClaimFailed(f"rounds of assisted generation wrote {lengths} tokens, ours {done.emitted}")
 
@@ -133,8 +134,8 @@ def reference_arms(task: Task, target: Loaded, draft: Loaded, k: int) -> dict:
     except (IndexError, ValueError) as error:
         say(f"assisted generation is left out: transformers cannot run it on this pair ({first_line(error)})")
         return arms
-    check_rounds(same, assistant, k, counted.emitted)
     ours = draft_model(same, assistant, k)
+    check_assisted(same, ours, counted.emitted)
     return {
         **arms,
         "assisted": lambda: run_assisted(theirs, assistant, task, k),

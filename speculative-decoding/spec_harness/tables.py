@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
-from spec_common import FEWEST_PAIRS, interval_text, judge_speed
+from spec_common import FEWEST_PAIRS, interval_text, judge_speed, paired_ratio
 
 from spec_models.pieces import next_piece, pieces
 
@@ -89,3 +90,70 @@ def shown_rounds(tokenizer, row: dict, colour: bool) -> str:
         shown = [f"{name} {mark}{text!r}{marks[3] if mark else ''}" for name, mark, n, text in parts if n > 0]
         lines.append(f"{number:>3}  " + "   ".join(shown))
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------ one cell
+
+
+def cell_lines(row: dict) -> list[tuple]:
+    """(label, format, baseline, speculative) of the essay's table of one cell."""
+    phases = [row[name] for name in ("draft_s", "verify_s", "overhead_s")]
+    return [
+        ("tokens per second", fixed(2), row["baseline_tokens_per_s"], row["speculative_tokens_per_s"]),
+        ("speedup", fixed(2, "x"), 1.0, row["speedup"]),
+        ("target passes", fixed(0), row["emitted"], row["target_passes"]),
+        ("draft passes", fixed(0), 0, row["draft_passes"]),
+        *((name, fixed(0), None, row[name]) for name in ("proposed", "accepted", "discarded")),
+        ("acceptance (accepted / proposed)", percent, None, row["acceptance_rate"]),
+        ("alpha (accepted / judged)", percent, None, row["alpha"]),
+        ("tokens per target pass", fixed(2), 1.0, row["block_efficiency"]),
+        ("ms per target pass, one token", fixed(1), row["target_pass_ms"], None),
+        ("ms per target pass, checking", fixed(1), None, row["verify_pass_ms"]),
+        ("ms per draft pass", fixed(1), None, row["draft_pass_ms"]),
+        ("c (draft pass / target pass)", fixed(2), None, row.get("cost_coefficient")),
+        ("time: draft / verify / overhead", " / ".join, None, [percent(part / sum(phases)) for part in phases]),
+        ("time to first token, ms", fixed(0), 1000 * row["baseline_ttft_s"], 1000 * row["speculative_ttft_s"]),
+    ]
+
+
+def what_it_does(row: dict, published: dict | None) -> str:
+    """One cell, baseline beside speculation; the essay's own column where the pair is the essay's."""
+    rows = []
+    for label, form, *values in cell_lines(row):
+        plain, fast = (None if value is None else form(value) for value in values)
+        rows.append({"label": label, "plain": plain, "fast": fast, "essay": (published or {}).get(label)})
+    tree = f"tree of {row['tree_nodes']}, " if row.get("tree_nodes") else ""
+    columns = [("label", "", str), ("plain", "baseline", str), ("fast", f"speculative ({tree}k={row['k']})", str)]
+    return markdown_table(rows, columns + ([("essay", "the essay's", str)] if published else []))
+
+
+def against_transformers(row: dict) -> str | None:
+    """Ours against `generate`, whole calls (prefill included): a ratio above 1 means that ours is faster."""
+    rows = []
+    for arm, ours, what in (
+        ("generate", "plain_baseline", "generate; our baseline, same form of pass"),
+        ("generate", "baseline", "generate; our baseline as measured"),
+        ("assisted", "plain_speculative", "assisted; our loop, same draft, same form of pass"),
+        ("assisted", "speculative", "assisted; our loop as measured"),
+    ):
+        if f"{arm}_end_to_end_s" in row and f"{ours}_end_to_end_s" in row:
+            found = paired_ratio(row[f"{arm}_end_to_end_s"], row[f"{ours}_end_to_end_s"])
+            theirs, mine = (statistics.median(row[f"{name}_end_to_end_s"]) for name in (arm, ours))
+            rows.append({"arm": what, "theirs": theirs, "mine": mine, "ratio": found["median"],
+                         "interval": interval_text(found["low"], found["high"])})  # fmt: skip
+    columns = [("arm", "arms", str), ("theirs", "theirs, s", fixed(3)), ("mine", "ours, s", fixed(3)),
+               ("ratio", "theirs / ours", fixed(2, "x")), ("interval", "interval", str)]  # fmt: skip
+    return markdown_table(rows, columns) if rows else None
+
+
+def decode_verdict(row: dict) -> str:
+    """Whether the text of a cell is the same and whether it pays, said only as far as the interval and the A/A arm carry."""
+    aa = interval_text(row["aa_low"], row["aa_high"])
+    if row["draft_passes"] == 0 and row["proposed"] == 0:
+        words = "the draft was not asked for a guess, so both arms did the same work"
+    else:
+        words = {"faster": "speculation pays here", "slower": "do not speculate here"}.get(judge_speed(row), "")
+        words = f"{words}: {speed_words(row)}" if words else speed_words(row)
+    ties = len(row["near_ties"])
+    text = "token for token the target's own text" if row["exact"] else f"NOT the same text: {ties} near-ties excused, the first {row['near_ties'][0]}"  # fmt: skip
+    return f"{text}; {words}; the same code against itself measured {row['aa']:.2f}x{f' ({aa})' if aa else ''}."

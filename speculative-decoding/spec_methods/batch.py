@@ -16,19 +16,9 @@ from spec_common import unwatched
 
 import torch
 
-from spec_loop import (
-    Budget,
-    Decoded,
-    DraftIds,
-    Proposal,
-    Round,
-    State,
-    Verdict,
-    Work,
-    count_round,
-    cut_block,
-    not_finite,
-)
+from spec_counts import NO_WORK, Decoded, Work
+from spec_ids import DraftIds
+from spec_loop import Budget, State, cut_block, not_finite
 from spec_methods.rows import RowCache, feed, read_prompts
 
 
@@ -106,8 +96,7 @@ def baseline_rows(target, batch: Batch, ends: frozenset[int] = frozenset()) -> B
             raise not_finite(target)
         for row, token in zip(batch.rows, tokens, strict=True):
             row.length, row.ended = row.length + 1, token in ends
-            row.done.tokens.append(token)
-            row.done.rounds.append(Round([], [], 0, 1, 0))
+            row.done.count_round([token])
             row.done.target_passes += 1
         batch.watch("keep", len(batch.rows))
         batch.drop_finished(batch.cache)
@@ -124,7 +113,7 @@ class Plan:
         wanted = zip(batch.rows, budgets, strict=True)
         self.counts = [0 if row.blind else min(budget.depth, row.end - row.length - 1) for row, budget in wanted]
         self.enough = [budget.enough for budget in budgets]
-        self.work = [Work(0, 0)] * len(batch.rows)
+        self.work = [NO_WORK] * len(batch.rows)
         self.lengths, self.device = [row.length for row in batch.rows], batch.ids.device
         self.begin()
 
@@ -294,8 +283,7 @@ def keep_rows(batch: Batch, drafter, plan: Plan, read: list[int], ends: frozense
         row.length += len(block)
         drafter.keep(place, row, block)
         row.policy.learn(count, accepted)
-        verdict = Verdict(list(range(accepted)), choices[accepted], guesses, True)
-        count_round(row.done, Proposal(batch.ids[0, :count]), verdict, block, plan.work[place], row.ended)
+        row.done.count_round(block, guesses, list(range(accepted)), accepted < count, row.ended, plan.work[place])
         row.done.target_passes += 1
         written += len(block)
     return written

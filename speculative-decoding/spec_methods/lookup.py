@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from spec_loop import Budget, ModelDrafter, Proposal, State, Work
+from spec_counts import NO_WORK, Work
+from spec_loop import Budget, ModelDrafter, Proposal, State
 
 # Which of several matches is copied. first: the leftmost, as `generate` does. latest: the rightmost that k tokens follow;
 # where none has so many, the one that most follow (of the rightmost alone little could be copied in a text that repeats).
@@ -24,7 +25,7 @@ class LookupDrafter:
 
     confident = False  # a copied guess has no probability to look at
     taps = ()
-    work = Work(0, 0)  # no model runs
+    work = NO_WORK  # no model runs
 
     def __init__(self, ngram_max: int = 3, ngram_min: int = 1, match: str = MATCHES[0]):
         self.sizes, self.match = range(ngram_max, ngram_min - 1, -1), match

@@ -1,139 +1,29 @@
-"""Finding and loading one model: a hub id, a folder, a `.gguf` file, or `smollm2` (the embedded target)."""
+"""Loading one model, whole and fit to run: its weights, its tokenizer, what the result file says of them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-import socket
 from pathlib import Path
 
-from spec_common import HERE, UserError, dtype_name, first_line, is_out_of_memory, remark, say
+from spec_common import UserError, dtype_name, first_line, is_out_of_memory, remark, say
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
-from spec_cli import reachable
 from spec_models import linear as cpu_linear
-from spec_models.checkpoint import (
-    check_complete,
-    check_config,
-    check_formats,
-    check_generation_config,
-    overridden,
-    stored_config,
-)
+from spec_models.checkpoint import check_complete, check_formats, check_generation_config, overridden
 from spec_models.checks import Loaded
-from spec_models.embedded import MANIFEST, check_gguf, ensure_target, load_gguf, sha256
+from spec_models.embedded import MANIFEST, load_gguf, sha256
+from spec_models.find import EMBEDDED, SHIPPED_CONFIGS, explain, locate, read_config
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-EMBEDDED = "smollm2"
 SHARE_KEY_HEADS = "TRANSFORMERS_SDPA_FORCE_GQA"
-# Shapes that `--random-weights` knows without a hub: the published configs of the essay's family.
-SHIPPED_CONFIGS = {path.parent.name: path.parent for path in (HERE / "spec_models" / "configs").glob("*/config.json")}
-
-
-# ------------------------------------------------------------------------------------------------------------ finding
-
-
-def hub_is_out_of_reach() -> bool:
-    """True if the hub cannot be reached; asked first because its client tries for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return True
-    host = re.sub(r"^https?://", "", constants.ENDPOINT).split("/")[0].split(":")[0]
-    try:
-        socket.getaddrinfo(host, 443)
-    except OSError:
-        import urllib.request
-
-        return not urllib.request.getproxies()
-    return False
-
-
-def locate(name: str, flag: str) -> str:
-    """Where the model of that name is to be loaded from. Raises UserError if it is nowhere, before any slow try."""
-    if not name.strip():
-        raise UserError(f"{flag}: empty; give a hub id, a folder or a .gguf file")
-    if name == EMBEDDED:
-        return str(ensure_target())
-    path = reachable(name, flag)
-    if path.exists():
-        if not path.is_dir() and path.suffix != ".gguf":
-            raise UserError(f"{flag} {name}: a file; give the folder it is in, or a .gguf file")
-        return str(path)
-    if not re.fullmatch(r"[\w-]+/[\w.-]+|[\w-][\w.-]*", name) or path.suffix == ".gguf":
-        raise UserError(f"{flag} {name}: no such file or folder")
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError as error:
-        raise UserError(f"{flag} {name}: no such file or folder, and no name that the hub could have") from error
-    if not cached and hub_is_out_of_reach():
-        known = "a folder or a .gguf file, " + (ships() if flag == "--draft" else f"or '{EMBEDDED}'")
-        shape = "; of that shape alone costs can be measured, with --random-weights" if name in SHIPPED_CONFIGS else ""
-        raise UserError(f"{flag} {name}: no such folder, and the model hub is offline or out of reach; give {known}{shape}")
-    return name
-
-
-def ships() -> str:
-    """The drafts of the repository by name, for a message."""
-    return f"one that ships ({', '.join(sorted(path.stem for path in (HERE / 'drafts').glob('*.safetensors')))}) or cut:0,1,23"
-
-
-def explain(error: BaseException, name: str, flag: str) -> UserError:
-    """The one line that says what to do about a model that does not load."""
-    text = str(error)
-    hints = (
-        ("gated", "the model is gated: accept its licence on the hub and log in with `hf auth login`"),
-        ("trust_remote_code", "it needs its own code; read that code, then pass --trust-remote-code"),
-        ("no file named model.safetensors", "it has no safetensors weights, the only kind loaded here"),
-        ("not a valid model identifier", "not a folder here and not a model on the hub"),
-        ("couldn't connect", f"the model hub is out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"),
-        ("not a valid JSON", "its config.json cannot be read"),
-        ("does not recognize this architecture", "its architecture is not known to this version of transformers"),
-        ("Padding_idx must be within", "its config.json has a pad_token_id outside of its vocab_size"),
-    )
-    hint = next((hint for mark, hint in hints if mark in text), reason(error))
-    return UserError(f"{flag} {name}: {hint}")
-
-
-def reason(error: BaseException) -> str:
-    """What an error of a library says: its first line, with the second where the first only announces it."""
-    if isinstance(error, KeyError):
-        return f"its config.json names {error}, which this version of transformers does not know"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])[:300] if len(lines) > 1 and lines[0].endswith(":") else first_line(error)
-
-
-def read_config(where: str, name: str, flag: str, revision: str | None, trust: bool):
-    """The config, refused where the class cannot write left to right. Raises UserError."""
-    try:
-        if where.endswith(".gguf"):
-            check_gguf(Path(where))
-            return AutoConfig.from_pretrained(Path(where).parent, gguf_file=Path(where).name)
-        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
-    except Exception as error:  # every loader of transformers raises its own kinds
-        check_config(stored_config(where), name, flag)
-        raise explain(error, name, flag) from error
-    known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
-        getattr(config, "auto_map", None) or {}
-    )
-    if not known:
-        kind = "an encoder-decoder" if config.is_encoder_decoder else f"a '{config.model_type}' model"
-        raise UserError(f"{flag} {name}: {kind}, not a causal language model; choose one that writes left to right")
-    check_config(config.get_text_config(decoder=True), name, flag)
-    return config
-
-
-# ------------------------------------------------------------------------------------------------------------ loading
 
 
 def share_key_heads(device: torch.device) -> bool:
@@ -261,22 +151,36 @@ def load(
     check_complete(info, config, name, flag)
     check_formats(where, config, name, flag)
     tokenizer = load_tokenizer(where, name, flag, revision, trust)
-    shown, asked = shown_name(name), overridden(model)
+    shown = shown_name(name)
+    check_finite(model, shown, flag)
+    about = {"name": shown, **weights_about(where, config), "parameters": model.num_parameters()}
+    about |= {
+        "shared_key_heads": share_key_heads(device),
+        "generation_config_overridden": remark_overridden(model, shown, flag),
+    }
+    return Loaded(model.eval(), tokenizer, shown, flag, about)
+
+
+def check_finite(model, shown: str, flag: str) -> None:
+    """Refuse weights that are not finite, by name. Raises UserError."""
     damaged = cpu_linear.first_not_finite(model)
     if damaged is not None:
         raise UserError(
-            f"{flag} {shown}: {damaged} holds values that are not finite in {dtype_name(dtype)}; the checkpoint is damaged "
-            "(fetch it anew) or needs another --dtype"
+            f"{flag} {shown}: {damaged} holds values that are not finite in {dtype_name(model.dtype)}; the checkpoint is "
+            "damaged (fetch it anew) or needs another --dtype"
         )
+
+
+def remark_overridden(model, shown: str, flag: str) -> dict:
+    """What its generation config asks for and no run does, with a remark."""
+    asked = overridden(model)
     if asked:
         names = ", ".join(f"{key} = {value}" for key, value in asked.items())
         remark(
             f"{flag} {shown}: its generation config asks for {names}; left out, every token is the most likely one or "
             "drawn as the script says"
         )
-    about = {"name": shown, **weights_about(where, config), "parameters": model.num_parameters()}
-    about |= {"shared_key_heads": share_key_heads(device), "generation_config_overridden": asked}
-    return Loaded(model.eval(), tokenizer, shown, flag, about)
+    return asked
 
 
 def linear_kind(args, device: torch.device, dtype: torch.dtype) -> str:

@@ -18,13 +18,15 @@ import torch
 
 from spec_models import fused
 from spec_models import linear as cpu_linear
-from spec_models.checks import Loaded, check_blocks, check_same_tokenizer
+from spec_models.checks import Loaded, check_blocks
 from spec_models.cut import cut_model
 from spec_models.embedded import sha256
 from spec_models.files import belongs_to, build_draft
+from spec_models.find import EMBEDDED
 from spec_models.graph import GraphLlama, captures
-from spec_models.load import EMBEDDED, linear_kind, load, pack_linear
+from spec_models.load import linear_kind, load, pack_linear
 from spec_models.vocab import cut_head, frequent_ids
+from spec_models.words import check_same_tokenizer
 
 # The drafts that the repository ships for the embedded target, each one small file; and untrained layers of the target.
 SHIPPED_DRAFTS = {path.stem: path for path in sorted((HERE / "drafts").glob("*.safetensors"))}

@@ -17,8 +17,10 @@ import torch
 
 import spec_decode
 from spec_cli import command
+from spec_harness import machine
 from spec_harness import results as result_files
-from spec_harness.results import SCHEMA_VERSION, ResultFile, environment, plain, settings, shown_command, write_json
+from spec_harness.machine import environment
+from spec_harness.results import SCHEMA_VERSION, ResultFile, plain, settings, shown_command, write_json
 
 WHERE = {"device": "cpu", "threads": 1, "load_average_1m": 0.5}
 
@@ -312,7 +314,7 @@ def test_the_commit_is_that_of_the_repository_that_tracks_the_code(tracked, tmp_
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    monkeypatch.setattr(result_files, "HERE", inside)
+    monkeypatch.setattr(machine, "HERE", inside)
     where = environment(torch.device("cpu"), torch.float32)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
     assert (where["git_commit"], where["git_dirty"]) == ((commit, False) if tracked else (None, None))

@@ -676,7 +676,7 @@ def test_a_k_policy_changes_the_rounds_and_never_a_text(policy, pair, results):
 
 
 def test_the_workloads_give_many_prompts_and_no_two_alike():
-    prompts = list(spec_batch.workload_rows())
+    prompts = list(spec_batch.later_starts())
     assert [name for name, _ in prompts[:6]] == [*spec_batch.WORKLOADS, "code, from word 2"]
     assert len({text for _, text in prompts}) == len({name for name, _ in prompts}) == len(prompts) >= 64
     assert all(len(text.split()) >= 4 for _, text in prompts)

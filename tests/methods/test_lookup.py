@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 import spec_lookup
 import tiny
+from spec_counts import Work
 from spec_decode import counts
 from spec_harness.arms import Method, draft_model, run_speculative
 from spec_harness.reference import RoundLengths, prompt_lookup_rounds, run_prompt_lookup
 from spec_harness.theory import interpolated
-from spec_loop import LOOPS, Budget, DecodingError, State, Work, forward
+from spec_loop import LOOPS, Budget, DecodingError, State, forward
 from spec_methods.lookup import MATCHES, HybridDrafter, LookupDrafter
 from spec_methods.policy import FixedK
 from workloads import GROUNDED, WORKLOADS

@@ -18,7 +18,8 @@ import tiny
 from enumerate_law import Branches, Grid, Remembered, Table, law_of, processed, total_variation, true_law
 from spec_harness import law
 from spec_harness.arms import Method, draft_model, run_baseline, run_speculative
-from spec_loop import Choice, DecodingError, DraftIds, Greedy, ModelDrafter, Pass, Proposal
+from spec_ids import DraftIds
+from spec_loop import Choice, DecodingError, Greedy, ModelDrafter, Pass, Proposal
 from spec_methods import sampled
 from spec_methods.lookup import HybridDrafter, LookupDrafter
 from spec_methods.policy import Confidence, FixedK

@@ -12,18 +12,10 @@ import transformers as T
 
 import tiny
 from spec_models import load as loading
-from spec_models.checks import (
-    Loaded,
-    check_blocks,
-    check_ids,
-    check_room,
-    check_same_tokenizer,
-    context_limit,
-    end_ids,
-    prompt_ids,
-)
+from spec_models.checks import Loaded, check_blocks, check_room, context_limit
 from spec_models.load import load, load_random, placement
 from spec_models.pairs import cut_draft
+from spec_models.words import check_ids, check_same_tokenizer, end_ids, prompt_ids
 
 CPU, F32 = torch.device("cpu"), torch.float32
 

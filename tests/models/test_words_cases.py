@@ -14,8 +14,8 @@ from tokenizers.processors import TemplateProcessing
 import spec_decode
 import spec_precondition
 import tiny
-from spec_models import checks
-from spec_models.checks import Loaded, check_same_tokenizer, prompt_ids
+from spec_models.checks import Loaded
+from spec_models.words import check_same_tokenizer, end_ids, prompt_ids
 
 CPU = torch.device("cpu")
 PARTS = "{% for m in messages %}<s> {% for part in m['content'] %}{% if part.type == 'text' %}{{ part.text }} {% endif %}{% endfor %}w9{% endfor %}"
@@ -102,10 +102,10 @@ def test_ends_are_whatever_any_of_the_three_names():
     words, model = tokenizer(), tiny.llama()
     model.generation_config.eos_token_id = [7, 9]
     model.config.eos_token_id = 8
-    assert checks.end_ids(loaded(words, model=model)) == {2, 7, 8, 9}
+    assert end_ids(loaded(words, model=model)) == {2, 7, 8, 9}
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    assert checks.end_ids(loaded(words, model=model)) == {2}
-    assert checks.end_ids(loaded(tiny.words(), model=model)) == frozenset()
+    assert end_ids(loaded(words, model=model)) == {2}
+    assert end_ids(loaded(tiny.words(), model=model)) == frozenset()
 
 
 def written(argv, results) -> list[int]:
