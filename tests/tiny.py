@@ -54,6 +54,12 @@ def qwen2(seed: int = 0, **changes):
     return build(T.Qwen2Config(**{**BASE, **changes}), seed)
 
 
+def tied(layers: int, seed: int = 3, **changes):
+    """A Llama as the targets are whose drafts are trained here: tied, six heads over two, an odd vocabulary."""
+    sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": layers, "num_attention_heads": 6, "head_dim": 8}
+    return llama(seed, **{**sizes, "tie_word_embeddings": True, "initializer_range": 0.35, **changes})
+
+
 # Every prompt plus text in the tests is far longer than the windows of 8, where keys would be dropped.
 ARCHITECTURES = {
     "llama": lambda: llama(),

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 
-from spec_common import UserError, is_out_of_memory
-
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from spec_loop import Pass, forward
-from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, has_own_reach, vocabulary_rows
+from spec_models.checks import Loaded, attention_windows, check_passes, vocabulary_rows
 
 
 class RowLayer(DynamicLayer):
@@ -110,6 +108,7 @@ def read_prompts(model, ids: torch.Tensor, lengths: list[int], room: int) -> Row
 
 # -------------------------------------------------------------------------------------------------------------- checks
 
+
 @torch.inference_mode()
 def ragged_error(model) -> float:
     """How far a ragged batch is from single rows, as a share of the logits' spread: two rows, a block that is rejected,
@@ -134,18 +133,8 @@ def ragged_error(model) -> float:
 def check_rows(loaded: Loaded) -> None:
     """One real try: rows of different lengths must give what each gives alone. Raises UserError for models that take no
     mask of ours (ALiBi counted from a mask of ones and zeros, state-space layers, attention in chunks)."""
-    refusal = UserError(
-        f"{loaded.flag} {loaded.name}: rows of different lengths do not give what each gives alone, so this architecture cannot "
-        "serve a batch here; choose a Llama or Qwen2, or use spec_decode.py"
+    refusal = (
+        "rows of different lengths do not give what each gives alone, so this architecture cannot serve a batch here; "
+        "choose a Llama or Qwen2, or use spec_decode.py"
     )
-    if has_own_reach(loaded.model):
-        raise refusal
-    try:
-        error = ragged_error(loaded.model)
-    except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError) as problem:
-        if is_out_of_memory(problem):
-            where = f"{loaded.flag} {loaded.name}"
-            raise UserError(f"{where}: out of memory in a batch of two rows; choose a smaller model") from problem
-        raise refusal from problem
-    if not error <= BLOCK_TOLERANCE.get(loaded.model.dtype, 0.25):
-        raise refusal
+    check_passes(loaded, ragged_error, refusal, "a batch of two rows")

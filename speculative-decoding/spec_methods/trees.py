@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spec_common import UserError, is_out_of_memory
-
 import torch
 
 from spec_loop import Budget, ModelDrafter, Proposal, State, forward, keep_slots, new_cache
-from spec_models.checks import BLOCK_TOLERANCE, Loaded, attention_windows, has_own_reach, vocabulary_rows
+from spec_models.checks import Loaded, attention_windows, check_passes, vocabulary_rows
 
 BRANCHES = 8  # children looked at of a node: a lower rank is hardly ever among the best nodes
 
@@ -200,18 +198,5 @@ def tree_error(model) -> float:
 def check_tree(loaded: Loaded) -> None:
     """One real try: the rows of a small tree must be those of its paths run alone. Raises UserError for models that take no
     mask or positions of ours (ALiBi, state-space layers, attention in chunks)."""
-    refusal = UserError(
-        f"{loaded.flag} {loaded.name}: this architecture cannot check a tree of guesses; leave --tree out"
-    )
-    if has_own_reach(loaded.model):
-        raise refusal
-    try:
-        error = tree_error(loaded.model)
-    except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError) as problem:
-        if is_out_of_memory(problem):
-            raise UserError(
-                f"{loaded.flag} {loaded.name}: out of memory in a pass over five tokens; choose a smaller model"
-            ) from problem
-        raise refusal from problem
-    if not error <= BLOCK_TOLERANCE.get(loaded.model.dtype, 0.25):
-        raise refusal
+    refusal = "this architecture cannot check a tree of guesses; leave --tree out"
+    check_passes(loaded, tree_error, refusal, "a pass over five tokens")

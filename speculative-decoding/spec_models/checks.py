@@ -197,3 +197,20 @@ def has_own_reach(model) -> bool:
 def vocabulary_rows(model) -> int:
     """How many ids the model can read."""
     return model.get_input_embeddings().weight.shape[0]
+
+
+def check_passes(loaded: Loaded, error_of, refusal: str, tried_in: str) -> None:
+    """One real try of passes that are no chain of tokens: `error_of(model)`, a share of the logits' spread, must stay
+    within rounding. Raises UserError: `refusal`, or that memory ran out where it was tried."""
+    refused = UserError(f"{loaded.flag} {loaded.name}: {refusal}")
+    if has_own_reach(loaded.model):
+        raise refused
+    try:
+        error = error_of(loaded.model)
+    except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError) as problem:
+        if not is_out_of_memory(problem):
+            raise refused from problem
+        where = f"{loaded.flag} {loaded.name}"
+        raise UserError(f"{where}: out of memory in {tried_in}; choose a smaller model") from problem
+    if not error <= BLOCK_TOLERANCE.get(loaded.model.dtype, 0.25):
+        raise refused

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
+import tiny
 from draft_training.parallel import add_mask, guess
 from draft_training.train import trainable
 from spec_models.files import build_draft, fingerprint, pack_rows, read_draft, same_target, save_draft, unpack_draft
@@ -18,19 +19,7 @@ from spec_models.files import build_draft, fingerprint, pack_rows, read_draft, s
 
 @pytest.fixture(scope="module")
 def target():
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=5,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.35,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny.tied(5)
 
 
 @pytest.fixture()
@@ -102,19 +91,7 @@ def test_unpacking_clears_what_killed_processes_left_and_nothing_of_living_ones(
 
 
 def test_another_target_is_refused(saved):
-    torch.manual_seed(4)
-    other = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=97,
-            hidden_size=48,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=8,
-            initializer_range=0.35,
-        )
-    )
+    other = tiny.tied(1, seed=4, tie_word_embeddings=False)
     with pytest.raises(ValueError, match="another target"):
         build_draft(saved[1], other)
 

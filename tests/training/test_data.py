@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+import tiny
 from draft_training import train
 from draft_training.data import shard_of
 from draft_training.prompts import HELD_OUT, KINDS, training_texts
@@ -18,21 +19,8 @@ from draft_training.train import distill_loss, rate, trainable
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.35,
-        eos_token_id=96,
-    )
     path = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(path)
+    tiny.tied(3, eos_token_id=96).save_pretrained(path)
     return path
 
 

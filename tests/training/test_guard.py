@@ -7,8 +7,8 @@ from spec_common import UserError
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
+import tiny
 from draft_training import guard
 from draft_training.data import shard_of
 from draft_training.guard import RUN, continuations, kept_out_runs, read_turns, reported_texts, runs
@@ -32,13 +32,8 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    torch.manual_seed(4)
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    config = LlamaConfig(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.4
-    )
     folder = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny.tied(2, seed=4).save_pretrained(folder)
     return folder
 
 
