@@ -39,13 +39,19 @@ WRONG = 18 * 8 + 5 * 76 + 72 + 68 + 64 + 8 * OWN  # eight rounds with nothing ri
 
 @pytest.fixture
 def world(monkeypatch) -> World:
-    monkeypatch.setattr(costs, "COST_REPEATS", 3)  # every turn is like the others
+    return quick_world(monkeypatch)
+
+
+def quick_world(monkeypatch) -> World:
+    """Of costs two turns are enough: every one is like the others."""
+    monkeypatch.setattr(costs, "COST_REPEATS", 2)
+    monkeypatch.setattr(costs, "COST_WARMUP", 0)
     return World(monkeypatch)
 
 
 def pair(world: World, target=TARGET, draft=DRAFT, guess=lambda model: tiny.near(model, 0)):
     """A target and a draft at these prices; the draft is right every time unless it is made otherwise."""
-    model = tiny.llama()
+    model = tiny.llama(num_hidden_layers=1)
     cheap = guess(model)
     return world.priced(model, target), world.priced(cheap, draft)
 
@@ -55,13 +61,13 @@ def pair(world: World, target=TARGET, draft=DRAFT, guess=lambda model: tiny.near
 
 def test_a_pass_is_timed_at_its_context_with_every_row_of_logits(world):
     target, draft = pair(world, LONG, LONG_DRAFT)
-    seconds, failed = pass_seconds(target, draft, random_ids([target], 32), 16, [1, 2, 4, 8], 3, 1)
+    seconds, failed = pass_seconds(target, draft, random_ids([target], 32), 16, [1, 2, 4, 8], 2, 1)
     assert failed == {}
     for n in (1, 2, 4, 8):
-        assert seconds[n] == [LONG.of(n, 16 + n)] * 3
+        assert seconds[n] == [LONG.of(n, 16 + n)] * 2
     for name, read in (("draft", 1), ("draft 2", 2)):  # in a row, as a round runs them; the median
         row = [LONG_DRAFT.of(read, 16 + read * (i + 1), 1) for i in range(DRAFT_PASSES)]
-        assert seconds[name] == [statistics.median(row)] * 3
+        assert seconds[name] == [statistics.median(row)] * 2
 
 
 def test_costs_are_told_against_one_token(world):
@@ -71,7 +77,7 @@ def test_costs_are_told_against_one_token(world):
     assert row["v"] == {1: 1.0, 2: LONG.of(2, 18) / one, 8: LONG.of(8, 24) / one}
     assert row["c"] == LONG_DRAFT.of(1, 18.5, 1) / one and row["c2"] == LONG_DRAFT.of(2, 21, 1) / one
     assert (row["target_pass_s"], row["context"], row["error"]) == (one, 16, None)
-    assert len(row["seconds"]["1"]) == len(row["seconds"]["draft"]) == 3
+    assert len(row["seconds"]["1"]) == len(row["seconds"]["draft"]) == 2
 
 
 def test_costs_at_a_context_are_those_of_a_pass_there(world):
@@ -138,8 +144,14 @@ def measured(world: World, guess=lambda model: tiny.near(model, 0), loop: str = 
     return measure(task, tiny.method(task, draft, 3), tiny.turns(6), found, arms)
 
 
-def test_a_cell_has_the_speed_its_passes_come_to(world):
-    row = measured(world)
+@pytest.fixture(scope="module")
+def cell() -> dict:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return measured(quick_world(monkeypatch))
+
+
+def test_a_cell_has_the_speed_its_passes_come_to(cell):
+    row = cell
     assert row["baseline_s"] == row["baseline_again_s"] == [PLAIN] * 6
     assert row["speculative_s"] == [FAST] * 6
     assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == (PLAIN / FAST,) * 3
@@ -152,8 +164,8 @@ def test_a_cell_has_the_speed_its_passes_come_to(world):
     assert judge_speed(row) == "faster" and "speculation pays here" in spec_decode.verdict(row)
 
 
-def test_a_cell_says_where_its_time_went(world):
-    row = measured(world)
+def test_a_cell_says_where_its_time_went(cell):
+    row = cell
     assert (row["target_pass_ms"], row["draft_pass_ms"], row["verify_pass_ms"]) == (64e3, 8e3, 76e3)
     assert (row["draft_s"], row["verify_s"], row["overhead_s"]) == (49.0, 152.0, 2 * OWN)
     assert row["overhead_share"] == 2 * OWN / FAST and row["baseline_overhead_share"] == pytest.approx(OWN / 80)
@@ -165,9 +177,9 @@ def test_a_cell_says_where_its_time_went(world):
     assert row["baseline_tpot_s"] == 80.0
 
 
-def test_what_a_cell_costs_comes_to_its_speed(world):
+def test_what_a_cell_costs_comes_to_its_speed(cell):
     """No context, no noise: the account has nothing to be wrong about. Leviathan's form leaves checking and the loop out."""
-    row = measured(world)
+    row = cell
     assert row["cost_coefficient"] == 8 / 64 and row["alpha"] == 1.0
     assert row["predicted_costs"] == pytest.approx(PLAIN / FAST, rel=1e-12) and abs(row["prediction_error"]) < 1e-12
     assert row["predicted_leviathan"] == 4 / (3 / 8 + 1)
