@@ -233,6 +233,16 @@ def test_a_batch_is_timed_without_its_prefill_and_without_a_watch(size, looking)
     assert plain.prefill_s == groups * (prefill[0] + 1) and fast.prefill_s == groups * (sum(prefill) + 1)
 
 
+def test_no_timed_arm_of_a_batch_looks_at_the_clock_on_its_way(looking):
+    requests = requests_of(looking, 4)
+    found = [{"batch": rows, **batch_costs(next(iter(requests.tasks.values())), requests.draft, 3, rows, 8)} for rows in (1, 4)]
+    expected = {name: tiny.greedy(requests.target, one.prompt[0].tolist(), 8) for name, one in requests.tasks.items()}
+    args = argparse.Namespace(repeats=1, warmup=0, allow_near_ties=False, k=3)
+    row = spec_batch.measure_batch(requests, requests.target, expected, found, args)
+    assert row["baseline_s"] == row["baseline_again_s"] == [8 * 76 + 1.0]
+    assert row["speculative_s"] == [5 * 14 + 18 + 2 * 124 + 1.0]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_speed_of_a_batch_is_what_its_passes_come_to(size, world):
     """The same requests at every size: fewer passes, dearer ones, and a prediction with nothing to be wrong about."""
@@ -258,3 +268,23 @@ def test_sampling_advises_against_only_where_the_interval_does(low, high, says):
     row = {"speedup": 0.85, "speedup_low": low, "speedup_high": high, "aa_low": low and 0.99, "aa_high": low and 1.01, "pairs": 6}
     assert ("do not speculate" in spec_sampling.pays(row)) == says
     assert "faster" not in spec_sampling.pays({**row, "speedup": 1.2})
+
+
+@pytest.mark.parametrize("script", ["drafts", "sampling", "batch"])
+def test_a_text_with_an_excused_tie_is_not_called_exact(script, world, monkeypatch):
+    """The check says what it excused; the row may not say that there was nothing."""
+    tie = {"near_tie": True, "index": 1}
+    for module in (spec_drafts, spec_sampling, spec_batch):
+        monkeypatch.setattr(module, "check_exact", lambda *_: [dict(tie)])
+    requests = requests_of(world, 4)
+    args = argparse.Namespace(k=3, n_tokens=8, repeats=1, warmup=0, allow_near_ties=True)
+    task, draft = next(iter(requests.tasks.values())), Loaded(requests.draft, None, "draft", "--draft")
+    if script == "drafts":
+        found = {"v": {1: 1.0, 4: 76 / 64}, "c": 8 / 64, "c2": 9 / 64, "target_pass_s": 64.0}
+        row = spec_drafts.measure_drafts({"draft": task}, [draft], args, {"draft": found})["drafts"]["draft"]
+    elif script == "sampling":
+        row = spec_sampling.measure_seed(task, requests.draft, (0.0, 0, 1.0), 0, args)
+    else:
+        found = [{"batch": rows, **batch_costs(task, requests.draft, 3, rows, 8)} for rows in (1, 4)]
+        row = spec_batch.measure_batch(requests, requests.target, dict.fromkeys(requests.tasks), found, args)
+    assert row["exact"] is False and row["near_ties"]

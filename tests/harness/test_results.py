@@ -328,10 +328,20 @@ def test_the_environment_names_the_machine_and_no_person():
     } <= set(where)
     assert (where["device"], where["dtype"], where["threads"]) == ("cpu", "float32", torch.get_num_threads())
     text = json.dumps(where, allow_nan=False)
+    assert str(Path.home()) not in text
+
+
+def test_the_environment_does_not_name_the_host(monkeypatch):
+    """Whatever the machine is called: one called `linux` or `cpu` would be found in any file."""
+    import platform
     import socket
 
-    for secret in (socket.gethostname(), str(Path.home())):
-        assert secret not in text
+    own = os.uname()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result((own.sysname, "the-host", *own[2:])))
+    for module, name in ((platform, "node"), (socket, "gethostname"), (socket, "getfqdn")):
+        monkeypatch.setattr(module, name, lambda: "the-host")
+    platform._uname_cache = None
+    assert "the-host" not in json.dumps(environment(torch.device("cpu"), torch.float32))
 
 
 @pytest.mark.parametrize("resume", ["strict", "auto", None])

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import spec_adaptive
 import tiny
 from clock_world import Price, World
-from spec_adaptive import cheapest_way, on_one_ruler, right_guesses, run_requests
+from spec_adaptive import Requests, cheapest_way, on_one_ruler, right_guesses, run_requests
 from spec_decode import Mismatch, counts
-from spec_harness.arms import Method, draft_model, run_speculative
+from spec_harness.arms import Method, Run, draft_model, run_speculative
 from spec_harness.theory import best_k, interpolated
+from spec_loop import Decoded
 from spec_methods.policy import (
     FORGET,
     LOOP_OVERHEAD,
@@ -382,6 +383,18 @@ def test_every_text_of_every_arm_of_a_turn_is_checked(name, calls, monkeypatch):
         with monkeypatch.context() as once, pytest.raises(Mismatch):
             spoilt(once, name, call)
             spec_adaptive.turn_row(TASKS, expected, every_arm(), 0, 0, ARGS)
+
+
+def test_the_order_of_the_arms_changes_from_turn_to_turn(monkeypatch):
+    orders, arms = [], every_arm()
+    monkeypatch.setattr(spec_adaptive, "check_exact", lambda *_: [])
+    monkeypatch.setattr(spec_adaptive, "run_requests", lambda tasks, method: (orders[-1].append(method), Requests({"one": Run(Decoded(), 0.0, 1.0)}))[1])
+    for turn in range(12):
+        orders.append([])
+        spec_adaptive.turn_row({"one": TASKS["one"]}, {"one": []}, arms, turn, 0, ARGS)
+    places = [[order.index(method) for order in orders] for method in arms.values()]
+    assert all(len(set(mine)) >= 4 for mine in places), "no arm keeps its place"
+    assert orders[1::2] == [order[::-1] for order in orders[::2]]
 
 
 @pytest.mark.parametrize("call", [1, 2])
