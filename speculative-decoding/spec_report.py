@@ -22,6 +22,7 @@ from spec_bench import verdict as bench_verdict
 from spec_cli import Help, Parser, command
 from spec_drafts import table as draft_table
 from spec_drafts import verdict as draft_verdict
+from spec_harness.results import was_edited
 from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, what_it_does
 from spec_harness.variants import table as variants_table
 from spec_lookup import table as lookup_table
@@ -41,6 +42,8 @@ def load_all(folder: Path) -> dict[str, dict]:
     found = {name: one for name, one in found.items() if one["status"] == "complete"}
     if not found:
         raise UserError(f"{folder.name}: no result files in it; run `make results`")
+    if edited := [paths[name].name for name, one in found.items() if "measured_sha256" in one and was_edited(one)]:
+        raise UserError(f"{', '.join(edited)}: rows or summary were edited after they were measured; measure them again")
     return found
 
 

@@ -12,6 +12,7 @@ from spec_common import UserError
 import pytest
 
 import spec_report
+from spec_harness.results import measured_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "speculative-decoding" / "results"
@@ -64,6 +65,41 @@ def test_pages_are_not_filled_from_results_of_several_codes_or_of_uncommitted_co
             spec_report.measured_by_one_code(every)
 
 
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """The committed results in a folder of their own, signed as they are written today."""
+    for path in RESULTS.glob("spec_*.json"):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        document["measured_sha256"] = measured_hash(document)
+        (tmp_path / path.name).write_text(json.dumps(document), encoding="utf-8")
+    return tmp_path
+
+
+def edit(path: Path, change, signed: bool) -> None:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    change(document)
+    path.write_text(json.dumps(document | ({"measured_sha256": measured_hash(document)} if signed else {})), encoding="utf-8")
+
+
+def better(document: dict) -> None:
+    for row in document["rows"]:
+        row.update({"speedup": 9.87} if row.get("part") == "k" else {})
+
+
+def test_stale_pages_and_edited_results_and_those_of_other_code_are_told_apart(folder, capsys):
+    """Measured anew: the pages are stale (1). Edited by hand, or of another state of the code: nothing is shown (2)."""
+    check, bench = ["--results", str(folder), "--check"], folder / "spec_bench.json"
+    assert spec_report.main(check) == 0
+    edit(bench, better, signed=True)
+    assert spec_report.main(check) == 1 and "RESULTS.md: not what the results say" in capsys.readouterr().out
+    edit(bench, lambda document: better(document) or document["rows"][-1].update(k=77), signed=False)
+    assert spec_report.main(check) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: spec_bench.json: rows or summary were edited after they were measured; measure them again"
+    edit(bench, lambda document: document["environment"].update(code_sha256="0" * 16), signed=True)
+    assert spec_report.main(check) == 2 and "several states of the code" in capsys.readouterr().err
+
+
 def test_a_failed_cell_and_one_of_too_few_turns_can_be_shown():
     """Whatever a sweep left behind, the pages say what there is."""
     every = committed()
@@ -77,6 +113,8 @@ def test_a_failed_cell_and_one_of_too_few_turns_can_be_shown():
         row.update(speedup_low=None, speedup_high=None, aa_low=None, aa_high=None)
     shown = spec_report.essay_claims(every) | spec_report.further_claims(every) | spec_report.tables(every)
     assert "out of memory" in shown["draft_table"] and shown.get("m_sampling", "none") == "none"
+    every["bench"]["rows"].append({"part": "workload", "workload": "code", "k": 5, "speedup": None, "error": "out of memory"})
+    assert spec_report.essay_claims(every)["bench"] == shown["bench"], "a cell that failed has no figure to stand among them"
 
 
 def test_words_about_a_row_come_from_the_row():

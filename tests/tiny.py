@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import json
 
 import torch
 import transformers as T
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from spec_harness import results
 from spec_harness.arms import Method, Task, draft_model, run_baseline, run_speculative
 from spec_loop import forward
 
@@ -170,3 +172,9 @@ def save(model, folder, tokenizer=None) -> str:
     model.save_pretrained(folder)
     (tokenizer or words()).save_pretrained(folder)
     return str(folder)
+
+
+def killed_at(path, rows: list[dict]) -> None:
+    """The result file as a run that was killed when it had those rows leaves it."""
+    document = {**json.loads(path.read_text()), "rows": rows, "status": "running", "summary": {}}
+    path.write_text(json.dumps(document | {"measured_sha256": results.measured_hash(document)}))

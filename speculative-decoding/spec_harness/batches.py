@@ -136,15 +136,18 @@ def phases(plain: BatchRun, fast: BatchRun) -> dict:
 
 
 @torch.inference_mode()
-def pass_arms(model, name: str, rows: int, context: int, sizes: list[int]) -> dict[str, Callable]:
-    """Arms for `interleave`: a pass of `rows` rows over q new tokens each, after `context` cached ones. Slots are written
-    over, so every repeat runs at the same context and nothing has to be put back."""
+def pass_arms(
+    model, name: str, rows: int, context: int, sizes: list[int], judged: int | None = None
+) -> dict[str, Callable]:
+    """Arms for `interleave`: a pass of `rows` rows over q new tokens each, after `context` cached ones, with the logits of
+    the last `judged` of them (all q if not said: a target judges each, a draft needs one). Slots are written over, so
+    every repeat runs at the same context and nothing has to be put back."""
     ids = random_ids([model], rows * (context + max(sizes))).view(rows, -1)
     cache = read_prompts(model, ids, [context + 1] * rows, ids.shape[1])
     slots = torch.arange(ids.shape[1], device=ids.device).expand(rows, -1)
 
     def arm(q: int) -> Timed:
-        work = functools.partial(feed, model, ids, cache, slots[:, context : context + q], context + q, q)
+        work = functools.partial(feed, model, ids, cache, slots[:, context : context + q], context + q, judged or q)
         return Timed(None, timed(work, ids.device).seconds)
 
     return {f"{name} {q}": functools.partial(arm, q) for q in sizes}
@@ -160,9 +163,8 @@ def batch_costs(task: Task, draft, k: int, rows: int, context: int) -> dict:
     where all guesses of a row were kept. The context is shortened to what the models' limit leaves."""
     block = widest(task, k) + 1
     context = context if task.limit is None else max(1, min(context, task.limit - block))
-    arms = pass_arms(task.target, "target", rows, context, [1, block]) | pass_arms(
-        draft, "draft", rows, context, [1, 2]
-    )
+    arms = pass_arms(task.target, "target", rows, context, [1, block])
+    arms |= pass_arms(draft, "draft", rows, context, [1, 2], judged=1)
     samples = interleave(arms, COST_REPEATS, COST_WARMUP)
     seconds = {name: [run.seconds for run in runs] for name, runs in samples.items()}
     one = seconds["target 1"]

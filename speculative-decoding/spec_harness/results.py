@@ -58,6 +58,17 @@ def write_json(path: Path, document: dict) -> None:
         half.unlink(missing_ok=True)
 
 
+def measured_hash(document: dict) -> str:
+    """Signs what was measured: the sha256 of rows and summary, as JSON whose keys are sorted."""
+    signed = plain({name: document.get(name) for name in ("rows", "summary")})
+    return hashlib.sha256(json.dumps(signed, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def was_edited(document: dict) -> bool:
+    """Whether rows or summary are not those that were signed."""
+    return document.get("measured_sha256") != measured_hash(document)
+
+
 def without_folder(value):
     """A path from the root, the home or a folder above, alone or in a list, shortened to its name: no folder of this
     machine goes into a file."""
@@ -133,6 +144,7 @@ class ResultFile:
             "command": shown_command(),
             "environment": where,
             "config": config,
+            "measured_sha256": "",
             "rows": [],
             "summary": {},
         }
@@ -199,7 +211,9 @@ class ResultFile:
                     return found[:200]
         if old.get("experiment") != self.document["experiment"]:
             return f"experiment: {old.get('experiment')} there, {self.document['experiment']} here"
-        return None if old.get("schema_version") == SCHEMA_VERSION else "it has another schema"
+        if old.get("schema_version") != SCHEMA_VERSION:
+            return "it has another schema"
+        return "its rows or summary were edited after they were measured" if was_edited(old) else None
 
     def find(self, **cell) -> dict | None:
         return next(
@@ -218,6 +232,7 @@ class ResultFile:
         self.write()
 
     def write(self) -> None:
+        self.document["measured_sha256"] = measured_hash(self.document)
         try:
             write_json(self.path, self.document)
         except OSError as error:

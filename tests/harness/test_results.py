@@ -135,6 +135,7 @@ def test_a_file_holds_every_row_as_soon_as_it_is_added(results):
         "command",
         "environment",
         "config",
+        "measured_sha256",
         "rows",
         "summary",
     ]
@@ -344,10 +345,20 @@ def test_the_environment_names_the_machine_and_no_person():
     } <= set(where)
     assert (where["device"], where["dtype"], where["threads"]) == ("cpu", "float32", torch.get_num_threads())
     text = json.dumps(where, allow_nan=False)
+    assert str(Path.home()) not in text
+
+
+def test_the_environment_does_not_name_the_host(monkeypatch):
+    """Whatever the machine is called: one called `linux` or `cpu` would be found in any file."""
+    import platform
     import socket
 
-    for secret in (socket.gethostname(), str(Path.home())):
-        assert secret not in text
+    own = os.uname()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result((own.sysname, "the-host", *own[2:])))
+    for module, name in ((platform, "node"), (socket, "gethostname"), (socket, "getfqdn")):
+        monkeypatch.setattr(module, name, lambda: "the-host")
+    platform._uname_cache = None
+    assert "the-host" not in json.dumps(environment(torch.device("cpu"), torch.float32))
 
 
 @pytest.mark.parametrize("resume", ["strict", "auto", None])
@@ -389,3 +400,84 @@ def test_a_setting_that_differs_is_named_where_it_differs(tmp_path):
         ResultFile(path, "x", {"target": {"cpu_linear": "plain", "trial_ms": 2}}, {"code_sha256": "a"}, "strict")
     with pytest.raises(UserError, match="code_sha256: a there, b here"):
         ResultFile(path, "x", {"target": {"cpu_linear": "half", "trial_ms": 3}}, {"code_sha256": "b"}, "strict")
+
+
+# ------------------------------------------------------------------------------------------------------ who measured what
+
+
+def edited(path: Path, change) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+EDITS = {
+    "a figure": lambda one: one["rows"][0].update(speedup=2.5),
+    "a row more": lambda one: one["rows"].append({"k": 3, "speedup": 9.0, "error": None}),
+    "a row less": lambda one: one["rows"].pop(0),
+    "the order": lambda one: one["rows"].reverse(),
+    "the summary": lambda one: one.update(summary={"best": 3}),
+    "the signature": lambda one: one.update(measured_sha256="0" * 64),
+    "no signature": lambda one: one.pop("measured_sha256"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_rows_edited_by_hand_are_not_gone_on_with(edit, results):
+    half_done(results)
+    assert open_file(results, "strict").find(k=1), "as it was written it is"
+    half_done(results)
+    edited(results, EDITS[edit])
+    with pytest.raises(UserError, match="--resume: results.json .*edited after they were measured"):
+        open_file(results, "strict")
+    assert open_file(results, "auto").rows == []
+
+
+def test_a_signature_is_of_what_was_measured_and_not_of_how_it_is_written(results):
+    """Another program may indent and order it as it likes, and a number is what it is: 1e-05 or 0.00001."""
+    with open_file(results) as file:
+        file.add({"k": 1, "speedup": np.float32(1e-5), "words": "é", "error": None, "v": {1: 1.0}, "nan": float("nan")})
+        file.finish({"best": 1})
+    document = strict(results)
+    document["rows"] = [dict(reversed(row.items())) for row in document["rows"]]
+    results.write_text(json.dumps(document, ensure_ascii=True).replace("1e-05", "0.00001"))
+    assert open_file(results, "strict").find(k=1)["words"] == "é"
+
+
+@pytest.mark.parametrize("name", sorted(set(environment(torch.device("cpu"), torch.float32)) - {"git_dirty", "load_average_1m"}))
+def test_no_run_goes_on_on_another_machine_or_by_other_code(name, results):
+    """Another commit, processor, package or count of threads: each is refused by its name."""
+    where = environment(torch.device("cpu"), torch.float32)
+    with ResultFile(results, "experiment", {"k": 5}, where, None) as file:
+        file.add({"k": 1, "error": None})
+    other = {**where[name], "torch": "0.1"} if name == "packages" else "another"
+    with pytest.raises(UserError, match=f"--resume: .*{name}"):
+        ResultFile(results, "experiment", {"k": 5}, {**where, name: other}, "strict")
+
+
+def test_the_packages_that_measure_are_in_the_file():
+    found = environment(torch.device("cpu"), torch.float32)["packages"]
+    assert set(found) == {"torch", "transformers", "accelerate", "numpy"} and all(found.values())
+    assert found["torch"] == torch.__version__.split("+")[0] or found["torch"] == torch.__version__
+
+
+def test_every_option_is_a_setting_but_where_things_go():
+    import spec_bench
+
+    args = spec_bench.parse_args([])
+    assert set(vars(args)) - set(settings(args)) == {"results", "resume", "revision", "draft_revision", "wide"}
+
+
+@pytest.mark.parametrize("folder", ["", "spec_harness", "spec_methods", "spec_models"])
+def test_code_that_was_edited_is_other_code_committed_or_not(folder, tmp_path, monkeypatch):
+    for part in ("", "spec_harness", "spec_methods", "spec_models"):
+        (tmp_path / part).mkdir(exist_ok=True)
+        (tmp_path / part / "one.py").write_text("x = 1\n")
+    (tmp_path / "spec_report.py").write_text("")
+    monkeypatch.setattr(result_files, "HERE", tmp_path)
+    code_hash = result_files.code_hash.__wrapped__
+    before = code_hash()
+    (tmp_path / "spec_report.py").write_text("# a page measures nothing\n")
+    assert code_hash() == before
+    (tmp_path / folder / "one.py").write_text("x = 2\n")
+    assert code_hash() != before

@@ -771,3 +771,18 @@ def test_every_run_of_every_arm_is_checked(arm, call, monkeypatch):
     with pytest.raises(Mismatch, match=r"at token 4 row 2 \(c\) of "):
         spec_batch.measure_batch(requests, LLAMA, expected, costs, args)
     assert len(calls) >= call
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("place", [0, 1])
+def test_either_row_that_is_not_what_it_is_alone_is_noticed(row, place):
+    """The try on a model runs two rows of different lengths; whichever of them comes out wrong, it is refused."""
+    model = tiny.llama()
+
+    def blur(module, args, out):
+        if len(out.logits) == 2 and out.logits.shape[1] == 3:
+            out.logits[row, place] = out.logits[row, place].roll(1)
+
+    assert row_cache.ragged_error(model) < 1e-3
+    model.register_forward_hook(blur)
+    assert row_cache.ragged_error(model) > 0.5

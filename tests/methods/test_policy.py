@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import spec_adaptive
 import tiny
-from spec_adaptive import cheapest_way, on_one_ruler, right_guesses, run_requests
-from spec_decode import counts
-from spec_harness.arms import Method, draft_model, run_speculative
+from clock_world import Price, World
+from spec_adaptive import Requests, cheapest_way, on_one_ruler, right_guesses, run_requests
+from spec_decode import Mismatch, counts
+from spec_harness.arms import Method, Run, draft_model, run_speculative
 from spec_harness.theory import best_k, interpolated
+from spec_loop import Decoded
 from spec_methods.policy import (
     FORGET,
     LOOP_OVERHEAD,
@@ -22,6 +26,7 @@ from spec_methods.policy import (
     PROBE_EVERY,
     Confidence,
     Cost,
+    FixedK,
     Schedule,
     make_policy,
 )
@@ -274,7 +279,7 @@ def test_a_sweep_that_was_killed_anywhere_is_finished(small, results, kept, caps
     assert spec_adaptive.main(small) == 0
     document = json.loads(results.read_text())
     whole = [(row["part"], row.get("arm"), row.get("text"), row.get("turn")) for row in document["rows"]]
-    results.write_text(json.dumps({**document, "rows": document["rows"][:kept], "status": "running", "summary": {}}))
+    tiny.killed_at(results, document["rows"][:kept])
     assert spec_adaptive.main([*small, "--resume"]) == 0
     rows = json.loads(results.read_text())["rows"]
     assert sorted(map(str, whole)) == sorted(
@@ -304,3 +309,125 @@ def test_bad_input_is_one_line(small, wrong, capsys):
         spec_adaptive.main([*small, *wrong])
     assert stopped.value.code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be seen in texts
+
+
+def test_what_a_policy_is_told_of_a_guess_is_the_drafts_own_probability():
+    """Of the very token that was guessed, after the very text: from passes that know no cache."""
+    told, done = [], None
+    policy = Confidence(4)
+    policy.enough = lambda confidence: told.append(confidence)
+    draft = DRAFTS["near"]
+    done, text = tiny.speculated(TARGET, draft, n=20, policy=policy), list(tiny.PROMPT)
+    expected = []
+    for guesses, emitted in zip(done.proposals, done.emitted, strict=True):
+        for i, guess in enumerate(guesses):
+            logits = draft(torch.tensor([[*text, *guesses[:i]]]), use_cache=False).logits[0, -1]
+            expected.append(float(logits.softmax(-1)[guess]))
+        text += done.tokens[len(text) - len(tiny.PROMPT) :][:emitted]
+    assert told == pytest.approx(expected, abs=1e-4) and min(told) < 0.9 and len(set(told)) > 5
+
+
+def test_a_policy_learns_what_was_accepted_of_what_was_proposed():
+    heard = []
+    policy = FixedK(3)
+    policy.learn = lambda proposed, accepted: heard.append((proposed, accepted))
+    done = tiny.speculated(TARGET, DRAFTS["near"], n=30, policy=policy)
+    assert heard == list(zip(map(len, done.proposals), done.accepted, strict=True))
+    assert any(proposed > accepted for proposed, accepted in heard)
+
+
+def test_a_guess_is_reached_only_through_those_before_it():
+    """The chance that a third guess counts is the product of all three, and the block's tokens are their sum."""
+    policy = Cost(8, 0.1, FREE)
+    policy.budget(True)
+    a, b, c = (policy.acceptance(confidence, place) for place, confidence in enumerate((0.9, 0.6, 0.3)))
+    for confidence in (0.9, 0.6, 0.3):
+        policy.enough(confidence)
+    assert policy.reach == pytest.approx(a * b * c) and policy.tokens == pytest.approx(1 + a + a * b + a * b * c)
+
+
+# ---------------------------------------------------------------------------------------------------- what the script claims
+
+
+TASKS = {"one": tiny.task(TARGET, n=8), "two": tiny.task(TARGET, (7, 8, 9), 8)}
+ARGS = argparse.Namespace(allow_near_ties=False, warmup=0)
+COSTS = [{"context": 8, "v": {1: 1.0, 9: 1.4}, "c": 0.1, "c2": 0.1, "target_pass_s": 1.0}]
+
+
+def every_arm() -> dict:
+    return {name: Method(draft_model(TASKS["one"], DRAFTS["itself"], 8).drafter, make_policy(name, 8, 0.1, FREE)) for name in POLICIES[:3]}
+
+
+def spoilt(monkeypatch, name: str, call: int) -> None:
+    """The run of that number gets its last token wrong, whoever runs it."""
+    calls, real = [], getattr(spec_adaptive, name)
+
+    def run(*given, **more):
+        found = real(*given, **more)
+        calls.append(1)
+        if len(calls) == call:
+            found.done.tokens[-1] ^= 1
+        return found
+
+    monkeypatch.setattr(spec_adaptive, name, run)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("run_speculative", 6), ("run_baseline", 4)])
+def test_every_text_of_every_arm_of_a_turn_is_checked(name, calls, monkeypatch):
+    expected = {text: tiny.plainly(TARGET, task.prompt[0].tolist(), 8).tokens for text, task in TASKS.items()}
+    assert spec_adaptive.turn_row(TASKS, expected, every_arm(), 0, 0, ARGS)["near_ties"] == []
+    for call in range(1, calls + 1):
+        with monkeypatch.context() as once, pytest.raises(Mismatch):
+            spoilt(once, name, call)
+            spec_adaptive.turn_row(TASKS, expected, every_arm(), 0, 0, ARGS)
+
+
+def test_the_order_of_the_arms_changes_from_turn_to_turn(monkeypatch):
+    orders, arms = [], every_arm()
+    monkeypatch.setattr(spec_adaptive, "check_exact", lambda *_: [])
+    monkeypatch.setattr(spec_adaptive, "run_requests", lambda tasks, method: (orders[-1].append(method), Requests({"one": Run(Decoded(), 0.0, 1.0)}))[1])
+    for turn in range(12):
+        orders.append([])
+        spec_adaptive.turn_row({"one": TASKS["one"]}, {"one": []}, arms, turn, 0, ARGS)
+    places = [[order.index(method) for order in orders] for method in arms.values()]
+    assert all(len(set(mine)) >= 4 for mine in places), "no arm keeps its place"
+    assert orders[1::2] == [order[::-1] for order in orders[::2]]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_every_counted_text_is_checked(call, monkeypatch):
+    plain = run_requests(TASKS, None, watched=True)
+    spoilt(monkeypatch, "run_speculative", call)
+    with pytest.raises(Mismatch):
+        spec_adaptive.counted_rows(TASKS, plain, "heuristic", every_arm()["heuristic"], COSTS, ARGS)
+
+
+def test_the_counted_run_begins_with_a_policy_that_has_learnt_nothing():
+    plain, method = run_requests(TASKS, None, watched=True), every_arm()["heuristic"]
+    run_requests(TASKS, method)
+    rows = spec_adaptive.counted_rows(TASKS, plain, "heuristic", method, COSTS, ARGS)
+    assert [row["proposed_lengths"][0] for row in rows] == [5, 7], "what the first text taught, and no other"
+
+
+def test_no_arm_of_a_turn_looks_at_the_clock_on_its_way(monkeypatch):
+    world = World(monkeypatch)
+    world.reading = 1.0
+    target, draft = tiny.llama(num_hidden_layers=1), tiny.llama(num_hidden_layers=1)
+    tasks = {"one": tiny.task(world.priced(target, Price(64)), n=8)}
+    methods = {"k = 3": Method(draft_model(tasks["one"], world.priced(draft, Price(8)), 3).drafter, FixedK(3))}
+    seconds = spec_adaptive.turn_row(tasks, {"one": tiny.plainly(target, n=8).tokens}, methods, 0, 0, ARGS)["seconds"]
+    assert seconds == {spec_adaptive.PLAIN: {"one": 8 * 64 + 1}, "k = 3": {"one": 6 * 8 + 2 * 64 + 1}, spec_adaptive.AGAIN: {"one": 8 * 64 + 1}}
+
+
+@pytest.mark.parametrize(("share", "holds"), [(0.98, True), (0.975, True), (0.965, False), (0.9, False)])
+def test_the_claim_holds_within_three_hundredths_of_the_best_fixed_k_on_every_text(share, holds):
+    speeds = {"k = 1": 1.2, "k = 3": 1.5, "cost": 1.5 * share}
+    turn = {spec_adaptive.PLAIN: {"one": 1.0}, spec_adaptive.AGAIN: {"one": 1.0}} | {arm: {"one": 1 / speed} for arm, speed in speeds.items()}
+    rows = [{"arm": arm, "text": text, "speedup": speed, "speedup_low": speed, "speedup_high": speed, "aa_low": 1.0, "aa_high": 1.0, "pairs": 6}
+            for arm, speed in speeds.items() for text in ("all", "one")]  # fmt: skip
+    said = spec_adaptive.verdict([turn] * 6, rows, ["one"], 0)
+    assert f"cost {1.5 * share:.2f}x" in said and "of the best fixed (k = 3)" in said
+    assert ("the claim holds" in said) == holds and ("the claim does not hold on one" in said) != holds

@@ -430,6 +430,13 @@ def test_a_residual_of_rounding_alone_is_not_normalised(temperature):
     assert verdict.finite and 0 <= verdict.token < 1000
 
 
+@pytest.mark.parametrize("apart", [4e-3, 5e-4, 2e-5])
+def test_a_residual_is_a_law_however_little_the_two_laws_differ(apart):
+    """Between 0.0005 and nothing lie a thousand times the rounding of float32: taken for nothing, the text's law moves."""
+    target, draft = torch.tensor([0.25, 0.25 + apart, 0.5 - apart]), torch.tensor([0.25, 0.25, 0.5])
+    assert residual(target, draft, 2).tolist() == pytest.approx([0.0, 1.0, 0.0])
+
+
 def test_a_residual_that_is_not_finite_raises_nothing_and_the_loop_refuses_the_logits():
     target, nan = tiny.llama(), tiny.llama()
     assert residual(torch.tensor([0.5, float("nan")]), torch.tensor([1.0, 0.0]), 0)[0] == 0.5

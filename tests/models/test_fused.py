@@ -429,3 +429,17 @@ def test_the_target_fused_is_accepted_every_time(k, n, loop):
 def test_a_fused_draft_is_followed_past_its_first_room():
     done = tiny.speculated(TARGET, FusedLlama(TARGET).eval(), n=300, k=7)
     assert not any(done.rejected) and done.tokens == tiny.plainly(TARGET, n=300).tokens
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+@torch.inference_mode()
+def test_a_scale_that_is_not_the_square_roots_is_kept(scale):
+    """Attention's own default would be right for every model here but such a one."""
+    model = tiny.llama()
+    for layer in model.model.layers:
+        assert layer.self_attn.scaling == layer.self_attn.head_dim**-0.5
+        layer.self_attn.scaling = scale
+    fused, whole = FusedLlama(model).eval(), model(TEXT[:, :40], use_cache=False).logits[0]
+    cache = new_cache(fused)
+    assert_near(tiny.fed(fused, TEXT[:, :30], cache, 30)[0], whole[:30])
+    assert_near(tiny.fed(fused, TEXT[:, :40], cache, 10)[0], whole[30:])
