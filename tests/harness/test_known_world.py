@@ -161,7 +161,7 @@ def test_a_cell_has_the_speed_its_passes_come_to(cell):
     assert row["baseline_end_to_end_s"] == [prefill[0] + PLAIN] * 6
     assert row["speculative_end_to_end_s"] == [sum(prefill) + FAST] * 6
     assert row["speedup_end_to_end"] == (prefill[0] + PLAIN) / (sum(prefill) + FAST)
-    assert judge_speed(row) == "faster" and "speculation pays here" in spec_decode.verdict(row)
+    assert judge_speed(row) == "faster" and "speculation pays here" in tables.decode_verdict(row)
 
 
 def test_a_cell_says_where_its_time_went(cell):
@@ -196,7 +196,7 @@ def test_a_draft_that_is_never_right_costs_what_it_costs(world):
     assert row["speculative_s"] == [WRONG] * 6 and row["speedup"] == PLAIN / WRONG
     assert row["predicted_costs"] == pytest.approx(PLAIN / WRONG, rel=1e-12)
     assert row["alpha"] == 0.0 and row["predicted_leviathan"] == 1 / (3 / 8 + 1)
-    assert judge_speed(row) == "slower" and "do not speculate here" in spec_decode.verdict(row)
+    assert judge_speed(row) == "slower" and "do not speculate here" in tables.decode_verdict(row)
 
 
 def test_the_essays_loop_is_charged_for_its_further_draft_pass(world):
@@ -220,7 +220,7 @@ def test_times_are_paired_by_turn_and_none_is_left_out(world):
     assert (row["aa"], row["aa_low"], row["aa_high"]) == (3.5, 1.0, 6.0)
     assert row["baseline_tokens_per_s"] == pytest.approx(8 / (3.5 * PLAIN))
     assert judge_speed(row) == "noise"
-    said = spec_decode.verdict(row)
+    said = tables.decode_verdict(row)
     assert "speculation pays" not in said and "do not speculate" not in said
 
 
@@ -228,7 +228,7 @@ def test_a_speedup_inside_what_the_same_code_gives_against_itself_pays_nothing(w
     """Faster in every turn, but no more than the baseline was against itself."""
     row = measured(world, baseline_again=[0.25] + [1.0] * 5)
     assert row["speedup_low"] > 1 and row["aa_high"] == 4.0
-    assert judge_speed(row) == "noise" and "pays" not in spec_decode.verdict(row)
+    assert judge_speed(row) == "noise" and "pays" not in tables.decode_verdict(row)
 
 
 # ---------------------------------------------------------------------------------------------------------- equal arms
