@@ -269,12 +269,11 @@ def test_the_speed_of_a_batch_is_what_its_passes_come_to(size, world):
     found = [{"batch": rows, **batch_costs(task, requests.draft, 3, rows, 8)} for rows in {1, size}]
     assert found[-1]["c"] == (6 + 2 * found[-1]["batch"]) / (60 + 4 * found[-1]["batch"])
     expected = {name: tiny.greedy(requests.target, one.prompt[0].tolist(), 8) for name, one in requests.tasks.items()}
-    args = argparse.Namespace(repeats=6, warmup=0, allow_near_ties=False, k=3)
+    args = argparse.Namespace(repeats=1, warmup=0, allow_near_ties=False, k=3)
     row = spec_batch.measure_batch(requests, requests.target, expected, found, args)
     step, block, one, two = 60 + 4 * size, 60 + 16 * size, 6 + 2 * size, 6 + 3 * size
     assert row["speedup"] == 8 * step / (5 * one + two + 2 * block)
     assert abs(row["prediction_error"]) < 1e-12 and row["exact"] is True
-    assert spec_batch.judge_speed(row) == ("faster" if row["speedup"] > 1 else "slower")
     assert row["baseline_ttft_s"] == 60 + 8 * size + step
 
 

@@ -500,6 +500,7 @@ def start_bench(argv: list[str]):
     return subprocess.Popen(
         [sys.executable, str(HERE / "spec_bench.py"), *argv],
         env=CHILD,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job has it ignored
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
