@@ -6,11 +6,14 @@ V(n), c, a speedup or a verdict can then be worked out by hand, and is right to 
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import NamedTuple
 
 import spec_common
 from spec_common import interleave
+
+from transformers import LlamaForCausalLM
 
 import spec_loop
 
@@ -57,6 +60,18 @@ class World:
 
         model.register_forward_hook(charge, with_kwargs=True)
         return model
+
+    def price_all(self, price: Price) -> None:
+        """Every tiny model, whoever loads it, costs that much for each of its passes."""
+        plain = LlamaForCausalLM.forward
+
+        @functools.wraps(plain)
+        def charged(*given, **more):
+            out = plain(*given, **more)
+            self.pass_by(price.of(out.logits.shape[1]))
+            return out
+
+        self.monkeypatch.setattr(LlamaForCausalLM, "forward", charged)
 
     def writing_takes(self, ticks: float) -> None:
         """Every write of tokens into the text takes so long: the loop's own time, of both arms."""

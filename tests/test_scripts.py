@@ -21,6 +21,7 @@ import spec_one_pass
 import spec_plot
 import spec_precondition
 import tiny
+from clock_world import Price, World
 from spec_harness import costs
 from spec_harness.tables import shown_rounds
 from spec_loop import ModelDrafter, forward, new_cache
@@ -387,15 +388,18 @@ def test_the_best_k_is_the_fastest_not_the_most_accepted():
     assert spec_bench.best_of(rows[2:]) is None
 
 
-def test_where_no_k_pays_the_bench_says_so(pair, target_folder, capsys):
-    """A draft as big as its target cannot pay by much; one that is always wrong cannot pay at all."""
+def test_where_no_k_pays_the_bench_says_so(pair, target_folder, capsys, monkeypatch):
+    """A draft as big as its target that is always wrong: every pass takes a tick, so it takes more than twice as many."""
+    World(monkeypatch).price_all(Price(1))
     wrong = Path(target_folder).parent / "wrong"
     if not wrong.exists():
         tiny.save(tiny.always_wrong(tiny.llama()), wrong)
-    more = ["--n-tokens", "12", "--repeats", "6", "--workloads", "open prose"]
+    plain = ["--cpu-linear", "plain", "--pass", "plain"]
+    more = ["--n-tokens", "12", "--repeats", "6", "--workloads", "open prose", *plain]
     assert bench([*pair, "--draft", str(wrong)], *more) == 0
     said = capsys.readouterr().out
-    assert "do not speculate on open prose with this pair" in said
+    assert "do not speculate on open prose with this pair: the best k for open prose: 1" in said
+    assert f"{12 / 23:.2f}x ({12 / 23:.2f} to {12 / 23:.2f}, 6 pairs), slower than the target alone" in said
 
 
 def test_costs_are_measured_within_the_context_the_models_have(pair, disk, results):
@@ -496,6 +500,7 @@ def start_bench(argv: list[str]):
     return subprocess.Popen(
         [sys.executable, str(HERE / "spec_bench.py"), *argv],
         env=CHILD,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job has it ignored
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
