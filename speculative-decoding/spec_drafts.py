@@ -64,6 +64,7 @@ def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict:
             **counts(fast.done, args.k),
             **where_time_went(plain, fast),
             "near_ties": ties,
+            "target_alone_from": tasks[name].alone_from,
         }
         rows[name]["predicted_costs"] = accounted(rows[name], costs[name])
         arms[name] = lambda name=name, method=method: run_speculative(tasks[name], method)
