@@ -9,16 +9,20 @@ from spec_models.depth import Depth
 
 def carried_seconds(seconds: dict, depth: Depth) -> dict:
     """The seconds of the whole shape, turn by turn, from those of its two depths: {n: ...} of 2N layers, {("part", n): ...}
-    of N. A draft's are its own. Raises UserError where a turn was too noisy to carry on."""
+    of N; a draft's are its own. A turn in which some pass through 2N layers came out so short that nothing is left for the
+    whole was disturbed, and is left out for all. Raises UserError where no turn is left."""
+    sizes = [name for name in seconds if isinstance(name, int)]
     whole = {name: values for name, values in seconds.items() if isinstance(name, str)}
-    for n in (name for name in seconds if isinstance(name, int)):
+    for n in sizes:
         turns = zip(seconds["part", n], seconds[n], strict=True)
         whole[n] = [depth.carried(part, twice) for part, twice in turns]
-        if min(whole[n]) <= 0:
-            raise UserError(
-                f"--layers {depth.part}: a pass over {n} tokens took no longer through {2 * depth.part} layers than through {depth.part}; give more layers, or a quiet machine"
-            )
-    return whole
+    good = [turn for turn in range(len(whole[sizes[0]])) if all(whole[n][turn] > 0 for n in sizes)]
+    if not good:
+        raise UserError(
+            f"--layers {depth.part}: in every turn a pass took no longer through {2 * depth.part} layers than through "
+            f"{depth.part}; give more layers, or a quiet machine"
+        )
+    return {name: [values[turn] for turn in good] for name, values in whole.items()}
 
 
 def check_layers(args) -> None:

@@ -98,9 +98,12 @@ def test_layers_that_are_not_alike_are_refused():
         depth_of(config, 2, "m", "--model")
 
 
-def test_turns_too_noisy_to_carry_on_are_one_line():
-    with pytest.raises(UserError, match="--layers 2: a pass over 1 tokens took no longer"):
-        spec_precondition.carried_seconds({1: [1.0, 1.0], ("part", 1): [0.9, 1.5]}, Depth(2, 28))
+def test_disturbed_turns_are_left_out_for_all_and_if_none_is_left_it_is_one_line():
+    depth, draft = Depth(2, 28), {"draft": [0.1, 0.2]}
+    found = spec_precondition.carried_seconds({1: [1.0, 1.0], ("part", 1): [0.9, 1.5], **draft}, depth)
+    assert found == {1: [pytest.approx(0.9 + 13 * 0.1)], "draft": [0.1]}
+    with pytest.raises(UserError, match="--layers 2: in every turn a pass took no longer"):
+        spec_precondition.carried_seconds({1: [1.0, 1.0], ("part", 1): [1.5, 1.5], **draft}, depth)
 
 
 @pytest.mark.parametrize(
