@@ -26,6 +26,7 @@ from spec_harness.arms import Method, Run, Task, draft_model, run_baseline, run_
 from spec_harness.cells import accounted, closed_form, find_or_measure, ratio, timing, where_time_went
 from spec_harness.costs import costs_at, measure_costs
 from spec_harness.essay import essay_decode, is_essay_pair
+from spec_harness.near_ties import allowed_units
 from spec_harness.options import (
     add_policy_options,
     add_prompt_options,
@@ -45,7 +46,6 @@ from spec_models.checks import vocabulary_rows
 from spec_models.pairs import PAIRS
 
 HALF = (torch.float16, torch.bfloat16)
-NOISE_UNITS = 2  # of the best logit's last place: how far below the best a token may be that rounding alone put there
 BLOCK = 6  # rows of the pass that shows how much of a near-tie is the rows' own noise
 
 
@@ -74,9 +74,11 @@ def forced_row(task: Task, tokens: list[int], rows: int = 1) -> torch.Tensor:
 
 def below_best(task: Task, row: torch.Tensor, tokens: list[int]) -> tuple[float, float]:
     """How far the worst of `tokens` is below the best logit of the row, and how far rounding may put it there: in half
-    precision NOISE_UNITS units in the last place of the best logit, in any other nothing."""
-    best = float(row.max())
-    noise = NOISE_UNITS * torch.finfo(task.target.dtype).eps * abs(best) if task.target.dtype in HALF else 0.0
+    precision `allowed_units` of this model and prompt, a unit being the last place of the best logit; in any other nothing."""
+    best, noise = float(row.max()), 0.0
+    if task.target.dtype in HALF:
+        units = allowed_units(task.target, tuple(task.prompt[0].tolist()), task.n_tokens)
+        noise = units * torch.finfo(task.target.dtype).eps * abs(best)
     return best - float(row[tokens].min()), noise
 
 

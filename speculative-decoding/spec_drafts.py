@@ -52,7 +52,8 @@ def counted_draft(first: Task, task: Task, method: Method, name: str, plain: Run
     fast = run_speculative(task, method, watched=True)
     ties = check_exact(first, f"{name}, watched", plain.done.tokens, fast.done.tokens, args.allow_near_ties)
     row = {"k": args.k, "n_tokens": args.n_tokens, **counts(fast.done, args.k), **where_time_went(plain, fast)}
-    return row | {"near_ties": ties, "predicted_costs": accounted(row, costs)}
+    row |= {"near_ties": ties, "target_alone_from": task.alone_from}
+    return row | {"predicted_costs": accounted(row, costs)}
 
 
 def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict:

@@ -18,6 +18,7 @@ from spec_common import UserError, interval_text, paired_ratio, say
 
 from spec_cli import at_least, command, fraction, make_parser, reachable, whole_list
 from spec_harness import variants
+from spec_harness.carried import carried_seconds, check_layers
 from spec_harness.costs import (
     DRAFT_PASSES,
     costs_of,
@@ -33,7 +34,9 @@ from spec_harness.options import add_draft_options, open_run
 from spec_harness.tables import fixed, markdown_table
 from spec_harness.theory import alpha_of_acceptance, best_k, ceiling, interpolated
 from spec_models.checks import check_room
+from spec_models.depth import Depth, first_layers
 from spec_models.find import EMBEDDED, SHIPPED_CONFIGS
+from spec_models.linear import pass_weights
 from spec_models.load import linear_kind, load, load_random
 from spec_models.pairs import in_form, load_draft, pack
 
@@ -41,10 +44,10 @@ TOKENS = (1, 2, 4, 8, 12, 16)
 NEARLY_FREE = 1.25  # the essay calls 1.15x a ride-along and 1.71x "running out"; between them, nearer the first
 
 
-def make_rows(seconds: dict, failed: dict, costs: dict, limit: dict, sizes: list[int]) -> list[dict]:
+def make_rows(seconds: dict, failed: dict, costs: dict, floors: dict[int, float]) -> list[dict]:
+    """A row for each size of block; `floors`: its least seconds, by size."""
     rows = []
-    for n in sizes:
-        floor = floor_s(n, limit)
+    for n, floor in floors.items():
         row = {"tokens": n, "floor_ms": 1000 * floor, "error": failed.get(n)}
         if n in seconds:
             interval = costs["v_intervals"][n]
@@ -68,17 +71,28 @@ def free_up_to(rows: list[dict]) -> int:
     return free
 
 
-def run(args, target, draft, others: dict) -> tuple[list[dict], dict]:
-    """Rows of the cost curve, and the summary: c, the device's limits and what they imply."""
+def run(args, target, draft, others: dict, depth: Depth | None = None) -> tuple[list[dict], dict]:
+    """Rows of the cost curve, and the summary: c, the device's limits and what they imply. With a `depth`, `target` holds
+    twice its part, `others["part"]` the part, and what is told is carried on to the whole. Raises UserError."""
     models = [one for one in (target, draft) if one is not None]
     ids = random_ids(models, args.context + max(*args.tokens, 2 * DRAFT_PASSES))
     seconds, failed = pass_seconds(target, draft, ids, args.context, args.tokens, args.repeats, args.warmup, others)
+    raw, parts = seconds, [others["part"], target] if depth else [target]
+    told = depth.carried if depth else (lambda one: one)
+    seconds = carried_seconds(raw, depth) if depth else raw
     costs, limits = costs_of(seconds), device_limits(target.device, target.dtype)
-    limit = limits_of_passes(target, limits)
-    rows = make_rows(seconds, failed, costs, limit, args.tokens)
+
+    def weights_of(n: float) -> tuple[float, float]:
+        return tuple(told(*of_parts) for of_parts in zip(*(pass_weights(one, n) for one in parts), strict=True))
+
+    limit = limits_of_passes(weights_of, limits)
+    rows = make_rows(seconds, failed, costs, {n: floor_s(n, weights_of, limits) for n in args.tokens})
     for row in rows:
         if not row["error"]:
-            row["linears_ms"] = 1000 * statistics.median(linear_seconds(target, row["tokens"], args.repeats))
+            n = row["tokens"]
+            row["linears_ms"] = 1000 * told(*(statistics.median(linear_seconds(one, n, args.repeats)) for one in parts))
+            if depth:
+                row.update(carried_on=depth.words, part_seconds=raw["part", n], twice_seconds=raw[n])
     summary = {
         "c": costs["c"], "c_interval": costs["c_interval"], "draft_pass_ms": 1000 * statistics.median(seconds["draft"]) if draft else None,
         "draft_seconds": seconds.get("draft"), "nearly_free_up_to": free_up_to(rows), **limits, **limit,
@@ -117,13 +131,20 @@ def advise(rows: list[dict], c: float, alpha: float, source: str) -> dict | None
     return {"best_k": k, "predicted_speedup": speedup, "assumed_alpha": alpha, "alpha_source": source, "c_used": c}
 
 
+def ridge_words(summary: dict) -> str:
+    ridge = f"n* = {summary['ridge_tokens']:.1f} tokens"
+    if summary["mixture"]:
+        return f"A mixture reads more experts for more tokens, so checking is never free; from {ridge} on arithmetic decides."
+    return f"Checking could be free up to {ridge}."
+
+
 def verdict(rows: list[dict], summary: dict, measured_c: bool) -> str:
     """The words under the table."""
     free, advice = summary["nearly_free_up_to"], summary["advice"]
     lines = [
         f"limits: {summary['read_bytes_per_s'] / 1e9:.1f} GB/s read, {summary['operations_per_s'] / 1e9:.0f} GFLOP/s. A pass reads "
         f"{summary['read_bytes'] / 1e6:.0f} MB, so it takes {1000 * summary['read_s']:.1f} ms or more; the measured one reaches "
-        f"{100 * summary['bandwidth_share']:.0f} % of that bandwidth. Checking could be free up to n* = {summary['ridge_tokens']:.1f} tokens.",
+        f"{100 * summary['bandwidth_share']:.0f} % of that bandwidth. {ridge_words(summary)}",
         f"checking is nearly free (V <= {NEARLY_FREE}) up to {free} tokens."
         if free > 1
         else "checking is not nearly free for any block here.",
@@ -174,7 +195,8 @@ def load_models(args, device, dtype):
     kind, trust = linear_kind(args, device, dtype), args.trust_remote_code
     if args.random_weights:
         named = [(name, flag) for name, flag in ((args.model, "--model"), (args.draft, "--draft")) if name is not None]
-        both = [load_random(name, flag, device, dtype, args.revision, trust) for name, flag in named]
+        part = {"--model": args.layers}
+        both = [load_random(name, flag, device, dtype, args.revision, trust, part.get(flag)) for name, flag in named]
     else:
         both = [load(args.model, "--model", device, dtype, args.revision, trust)]
         if args.draft is not None:
@@ -198,8 +220,10 @@ def compared_forms(args, model, kind: str) -> dict:
     return compared
 
 
-def other_forms(args, device, dtype) -> dict:
+def other_forms(args, model, device, dtype) -> dict:
     """The forms of the model that are timed beside it, by name. Raises UserError."""
+    if args.layers:
+        return {"part": first_layers(model.model, args.layers)}
     if not args.vs_plain:
         return {}
     if device.type != "cpu" or args.random_weights:
@@ -235,6 +259,12 @@ def parse_args(argv):
         help="a model of that shape with random weights: nothing is downloaded but its config",
     )
     parser.add_argument(
+        "--layers",
+        type=at_least(1),
+        metavar="N",
+        help="with --random-weights: where the whole does not fit, measure N and 2N of its layers and carry on from them",
+    )
+    parser.add_argument(
         "--vs-plain", action="store_true", help="time the model with plain nn.Linear layers in the same turns (CPU)"
     )
     parser.add_argument(
@@ -257,12 +287,15 @@ def main(argv=None) -> int:
     args.tokens = sorted({1, *args.tokens})  # every cost is told against one token
     alpha, source = assumed_alpha(args)
     args.compared = {}
-    forms = lambda model: other_forms(args, model.model.device, model.model.dtype)  # noqa: E731
+    check_layers(args)
+    forms = lambda model: other_forms(args, model, model.model.device, model.model.dtype)  # noqa: E731
     with open_run(args, "spec_precondition", load=load_models, ready=forms) as (file, model, drafts, others):
         compared = args.compared
         say(f"{args.repeats} turns of passes over {', '.join(map(str, args.tokens))} tokens ...")
         draft = drafts[0] if drafts else None
-        rows, summary = run(args, model.model, draft and draft.model, others)
+        depth = Depth(args.layers, model.about["layers"]) if args.layers else None
+        rows, summary = run(args, model.model, draft and draft.model, others, depth)
+        summary["carried_on"] = depth and depth.words
         c = FIGURES["drafts"][0]["cost_coefficient"] if draft is None else summary["c"]
         summary["advice"] = advise(rows, c, alpha, source)
         for row in rows:
@@ -274,7 +307,8 @@ def main(argv=None) -> int:
         }
         file.finish(summary)
     essay = args.model == FIGURES["setup"]["target"] and not args.random_weights
-    print(f"context {args.context}\n\n{cost_table(rows, essay)}")
+    carried = f", {depth.words}" if depth else ""
+    print(f"context {args.context}{carried}\n\n{cost_table(rows, essay)}")
     for name, found in summary["compared"].items():
         print(f"\n{name} side by side\n\n{variants.table(found)}")
         if name == "forms of pass":

@@ -6,7 +6,7 @@ says where the time went. A run sets itself up (prefill, the drafter's too) outs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spec_common import Watch, timed, unwatched
@@ -14,7 +14,7 @@ from spec_common import Watch, timed, unwatched
 import torch
 
 from spec_counts import Decoded
-from spec_loop import Greedy, ModelDrafter, baseline, prefill, speculate
+from spec_loop import Greedy, ModelDrafter, State, baseline, prefill, speculate
 from spec_methods.policy import FixedK
 from spec_models.checks import vocabulary_rows
 
@@ -23,7 +23,8 @@ from spec_models.checks import vocabulary_rows
 class Task:
     """What is to be written: how many tokens after one prompt, (1, n) on the target's device, by which loop.
 
-    `ends`: ids that end a text. `limit`: the longest text that all models are defined for.
+    `ends`: ids that end a text. `limit`: the longest text that all models are defined for; `draft_limit`: the draft's own,
+    where it is shorter than the whole text: past it the target goes on alone.
     """
 
     target: torch.nn.Module
@@ -32,6 +33,12 @@ class Task:
     loop: str = "lean"
     ends: frozenset[int] = frozenset()
     limit: int | None = None
+    draft_limit: int | None = None
+
+    @property
+    def alone_from(self) -> int | None:
+        """The number of the written token (from 0) from which on the draft guesses nothing; None where it can all along."""
+        return None if self.draft_limit is None else max(0, self.draft_limit - self.prompt.shape[1])
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +106,12 @@ def run_baseline(task: Task, rule=None, watched: bool = False) -> Run:
     )
 
 
+def start_drafter(task: Task, drafter, state: State) -> None:
+    """Start a drafter on the text; of one past the draft's limit on what it can read, since it is never asked there."""
+    length = state.length if task.draft_limit is None else min(state.length, task.draft_limit)
+    drafter.start(state if length == state.length else replace(state, length=length))
+
+
 def run_speculative(task: Task, method: Method, watched: bool = False, go_on: bool = False) -> Run:
     """Speculation. `go_on`: the policy keeps what it has learnt from the text before."""
     drafter, policy, rule = method.drafter, method.policy, method.rule
@@ -108,7 +121,7 @@ def run_speculative(task: Task, method: Method, watched: bool = False, go_on: bo
 
     def start():
         state = prefill(task.target, task.prompt, task.n_tokens, drafter.taps)
-        drafter.start(state)
+        start_drafter(task, drafter, state)
         return state
 
     options = {"loop": task.loop, "ends": task.ends, "limit": task.limit}

@@ -23,7 +23,7 @@ from spec_harness.reference import generated_rows
 from spec_harness.theory import interpolated
 from spec_methods.batch import Batch, ModelRows, baseline_rows, prefill_rows, speculate_rows
 from spec_methods.rows import feed, read_prompts
-from spec_models.checks import vocabulary_rows
+from spec_models.checks import context_limit, vocabulary_rows
 
 
 @dataclass
@@ -75,7 +75,7 @@ def run_batches(requests: Requests, speculative: bool, watched: bool = False) ->
     watch = Watch(requests.device) if watched else None
     run = BatchRun([], [], 0.0, 0.0, watch=watch)
     for group in requests.groups():
-        drafter = ModelRows(requests.draft, vocabulary_rows(requests.target)) if speculative else None
+        drafter = draft_rows(requests) if speculative else None
         batch, prefill_s = timed(functools.partial(start_batch, requests, group, drafter), requests.device)
         batch.watch = watch or unwatched
         if watch:
@@ -89,6 +89,10 @@ def run_batches(requests: Requests, speculative: bool, watched: bool = False) ->
         run.done, run.rounds = run.done + batch.done, run.rounds + batch.rounds
         run.prefill_s, run.seconds = run.prefill_s + prefill_s, run.seconds + seconds
     return run
+
+
+def draft_rows(requests: Requests) -> ModelRows:
+    return ModelRows(requests.draft, vocabulary_rows(requests.target), context_limit(requests.draft))
 
 
 def start_batch(requests: Requests, group: list[Task], drafter) -> Batch:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from spec_common import ClaimFailed, UserError, first_line, is_out_of_memory, paired_ratio
 
 from spec_harness.arms import Method, Run, Task
+from spec_harness.costs import passes_within
 from spec_harness.theory import cost_speedup, leviathan_speedup, measured_v
 from spec_methods.policy import FixedK
 
@@ -121,20 +122,21 @@ def closed_form(task: Task, method: Method, alpha: float | None, costs: dict) ->
 def failed_row(task: Task, error: Exception) -> dict:
     """The row of a cell that gave no measurement: why, and nulls where a reader would look for a number."""
     report = getattr(error, "report", None)
-    return {"loop": task.loop, "n_tokens": task.n_tokens, "speedup": None, "exact": False if report else None,
+    return {"loop": task.loop, "n_tokens": task.n_tokens, "target_alone_from": task.alone_from, "speedup": None, "exact": False if report else None,
             "mismatch": report, "error": first_line(error)}  # fmt: skip
 
 
 def find_or_measure(file, task: Task, where: dict, measure: Callable[[], dict]) -> dict:
     """The row of one cell of a sweep: the file's if it has it, else measured and added. `where` names the cell.
 
-    A cell that runs out of memory is recorded and the sweep goes on. A claim that failed, or logits that are
-    not finite, are recorded and raised: they fail the run.
+    A cell that runs out of memory is recorded and the sweep goes on. A claim that failed, logits that are not finite, or
+    a pass that cannot be made are recorded and raised: they fail the run.
     """
     if found := file.find(**where):
         return found
     try:
-        return file.add({**where, **measure()})
+        with passes_within(task.prompt.shape[1] + task.n_tokens, "--n-tokens"):
+            return file.add({**where, **measure(), "target_alone_from": task.alone_from})
     except (ClaimFailed, UserError) as error:
         file.add({**where, **failed_row(task, error)})
         raise

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import statistics
+from collections.abc import Callable
 
-from spec_common import Timed, UserError, interleave, is_out_of_memory, paired_ratio, timed
+from spec_common import Timed, UserError, first_line, interleave, is_out_of_memory, paired_ratio, timed
 
 import torch
 
@@ -34,6 +37,21 @@ def inside_limit(context: int, sizes: list[int], limit: int | None) -> tuple[int
         return context, sizes
     sizes = [n for n in sizes if n == 1 or n < limit]
     return max(1, min(context, limit - max(sizes[-1], 2 * DRAFT_PASSES))), sizes
+
+
+@contextlib.contextmanager
+def passes_within(length: int, flag: str):
+    """What fails in the passes over a text of up to `length` tokens, said in one line: a limit that no config names shows in
+    no other way. `flag`: what to lower. Running out of memory stays what it is. Raises UserError."""
+    try:
+        yield
+    except (IndexError, RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{flag}: a pass fails in a text of up to {length} tokens ({type(error).__name__}: {first_line(error)}); "
+            f"a model may be made for shorter ones without saying so: lower {flag} or give a shorter text"
+        ) from error
 
 
 def warm_cache(model, ids: torch.Tensor, context: int):
@@ -72,36 +90,52 @@ def pass_seconds(
     repeats: int,
     warmup: int,
     others: dict | None = None,
+    flag: str = "--context",
 ) -> tuple[dict, dict]:
     """Raw seconds of passes in turns: {n: [...], "draft": [...], "draft 2": [...]} (a draft pass over one token, and over
-    two), and {n: error} of sizes that ran out of memory.
+    two), and {n: error} of sizes that ran out of memory, or fail.
 
     `ids` is (1, context + the largest size or more). `others`, name -> another form of the target, are timed in the same
-    turns, as {(name, n): [...]}. Raises UserError where memory does not do for one token.
+    turns, as {(name, n): [...]}. Raises UserError where not even one token can be read; `flag`: what to lower then.
     """
+    with passes_within(ids.shape[1], flag):
+        arms, failed = target_arms(target, ids, context, sizes)
+        arms |= other_arms(draft, others or {}, ids, context, list(arms))
+        samples = interleave(arms, repeats, warmup)
+    return {name: [run.seconds for run in runs] for name, runs in samples.items()}, failed
+
+
+def target_arms(target, ids: torch.Tensor, context: int, sizes: list[int]) -> tuple[dict, dict]:
+    """{n: a pass over n tokens} of the sizes that can be run, and {n: error} of the rest."""
     caches = {"target": warm_cache(target, ids, context)}
     arms, failed = {}, {}
     for n in sizes:
         try:
             timed_pass(target, ids, caches["target"], context, n)
             arms[n] = lambda n=n: timed_pass(target, ids, caches["target"], context, n)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
+        except (IndexError, RuntimeError, ValueError) as error:
+            out = is_out_of_memory(error)
+            if n == 1 and out:
+                raise UserError("--model: out of memory in a pass over one token; choose a smaller model or context") from error
+            if n == 1:
                 raise
             caches["target"] = warm_cache(target, ids, context)
-            failed[n] = "out of memory"
-    if 1 in failed:
-        raise UserError("--model: out of memory in a pass over one token; choose a smaller model or context")
-    for name, other in (others or {}).items():
+            failed[n] = "out of memory" if out else f"fails behind {context} tokens ({first_line(error)})"
+    return arms, failed
+
+
+def other_arms(draft, others: dict, ids: torch.Tensor, context: int, sizes: list[int]) -> dict:
+    """What is timed beside the target: its other forms as (name, n), and the draft's passes over one token and two."""
+    arms, caches = {}, {}
+    for name, other in others.items():
         caches[name] = warm_cache(other, ids, context)
         run = functools.partial(timed_pass, other, ids, caches[name], context)
-        arms.update({(name, n): functools.partial(run, n) for n in sizes if n in arms})
+        arms.update({(name, n): functools.partial(run, n) for n in sizes})
     if draft is not None:
         caches["draft"] = warm_cache(draft, ids, context)
         for name, read in (("draft", 1), ("draft 2", 2)):
             arms[name] = functools.partial(timed_draft, draft, ids, caches["draft"], context, read)
-    samples = interleave(arms, repeats, warmup)
-    return {name: [run.seconds for run in runs] for name, runs in samples.items()}, failed
+    return arms
 
 
 @torch.inference_mode()
@@ -135,7 +169,7 @@ def measured_costs(target, draft, context: int, ks: list[int], limit: int | None
     context, sizes = inside_limit(context, sorted({1, 2, *(k + 1 for k in ks)}), limit)
     length = context + max(sizes[-1], 2 * DRAFT_PASSES)
     ids = random_ids([model for model in (target, draft) if model is not None], length)
-    seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP)
+    seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP, flag="--n-tokens")
     return {"context": context, **costs_of(seconds), "seconds": {str(name): values for name, values in seconds.items()},
             "failed": failed, "error": None}  # fmt: skip
 
@@ -193,22 +227,34 @@ def device_limits(device: torch.device, dtype: torch.dtype) -> dict:
     return {"read_bytes_per_s": block.numel() * dtype.itemsize / read, "operations_per_s": 2 * side**3 / multiply}
 
 
-def limits_of_passes(model, limits: dict) -> dict:
-    """What the limits imply for a model: the floor of a pass and the ridge n*, up to which checking could be free.
+def limits_of_passes(weights_of: Callable[[float], tuple[float, float]], limits: dict) -> dict:
+    """What the limits imply for a model: the floor of a pass over one token, and the ridge n*, at which its arithmetic takes
+    as long as its reading.
 
-    n* = rate * bytes per weight / (2 * bandwidth): reading a weight takes as long as multiplying it with n* tokens.
+    `weights_of(n)` gives (weights a token, bytes read by a pass over n), as `pass_weights`. Where every pass reads the
+    same, n* = rate * bytes per weight / (2 * bandwidth), and up to n* checking could be free. A `mixture` reads more
+    experts for more tokens, so in it no checking is free; n* is found by halving there.
     """
-    weights, read = cpu_linear.pass_weights(model)
+    weights, read = weights_of(1)
     read_s, token_s = read / limits["read_bytes_per_s"], 2 * weights / limits["operations_per_s"]
+    ridge, mixture = read_s / token_s, weights_of(2)[1] > read
+    if mixture:
+        low, high = 0.0, weights_of(math.inf)[1] / limits["read_bytes_per_s"] / token_s
+        for _ in range(60):
+            ridge = (low + high) / 2
+            more = weights_of(ridge)[1] / limits["read_bytes_per_s"] > ridge * token_s
+            low, high = (ridge, high) if more else (low, ridge)
     return {
         "weights": weights,
         "read_bytes": read,
         "read_s": read_s,
         "arithmetic_s_per_token": token_s,
-        "ridge_tokens": read_s / token_s,
+        "ridge_tokens": ridge,
+        "mixture": mixture,
     }
 
 
-def floor_s(n: int, limit: dict) -> float:
-    """The least time of a pass over n tokens: reading all weights once, or the arithmetic, whichever is longer."""
-    return max(limit["read_s"], n * limit["arithmetic_s_per_token"])
+def floor_s(n: int, weights_of: Callable[[float], tuple[float, float]], limits: dict) -> float:
+    """The least time of a pass over n tokens: reading what it reads once, or the arithmetic, whichever is longer."""
+    weights, read = weights_of(n)
+    return max(read / limits["read_bytes_per_s"], 2 * n * weights / limits["operations_per_s"])

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from spec_harness.arms import Method, Task, draft_model
+from spec_harness.arms import Method, Task, draft_model, start_drafter
 from spec_harness.tables import progress
 from spec_loop import Pass, Proposal, Verdict, forward, keep_slots, not_finite, prefill, speculate
 from spec_methods.sampled import Chance, Sampled, overlap
@@ -118,7 +118,7 @@ def drawn_pairs(task: Task, method: Method, draws: Iterable) -> Iterator[tuple[i
     caches are rolled back to it."""
     state, drafter = prefill(task.target, task.prompt, LAW_TOKENS), method.drafter
     length = state.length
-    drafter.start(state)
+    start_drafter(task, drafter, state)
     silent = drafter.blind
     for _ in draws:
         done = speculate(

@@ -16,6 +16,7 @@ import torch
 PAGES = ("spec_report", "spec_plot")  # they show results and measure nothing
 BUSY = 0.1  # share of the CPUs in use by others from which a measurement is worth a remark
 LOOK_S = 0.3  # how long that is looked at
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 
 
@@ -48,6 +49,15 @@ def cpus_allowed() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def cpu_quota() -> float | None:
+    """The CPUs' worth of time that a container may use (cgroup v2's cpu.max); None without a limit."""
+    try:
+        words = CPU_MAX.read_text().split()
+        return None if words[0] == "max" else int(words[0]) / int(words[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def load_average() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
@@ -75,6 +85,7 @@ def environment(device: torch.device, dtype: torch.dtype, model=None) -> dict:
         "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
         "cpus_allowed": cpus_allowed(),
+        "cpu_quota": cpu_quota(),
         "code_sha256": code_hash(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average_1m": load_average(),

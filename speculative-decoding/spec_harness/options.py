@@ -70,7 +70,7 @@ def add_decoding_options(parser) -> None:
     parser.add_argument(
         "--allow-near-ties",
         action="store_true",
-        help="half precision: report a text that parts at a tie within row noise, but do not fail (float32: never excused)",
+        help="half precision: report a text that parts at a tie within rounding, but do not fail (float32: never excused)",
     )
 
 
@@ -142,13 +142,20 @@ def make_task(args, target, draft, text: str) -> Task:
     """The task of one prompt, everything about it checked; `draft` is None where no model drafts. Raises UserError."""
     prompt = prompt_ids(target, text, args.chat, target.model.device)
     models = [target] if draft is None else [target, draft]
-    for model in models:
-        check_room(model, prompt.shape[1], args.n_tokens, "--n-tokens")
+    check_room(target, prompt.shape[1], args.n_tokens, "--n-tokens")
+    own = None if draft is None else context_limit(draft.model)
+    own = own if own is not None and own < prompt.shape[1] + args.n_tokens else None
     if draft is not None:
         check_ids(draft, prompt[0].tolist(), target.tokenizer, getattr(args, "allow_tokenizer_differences", False))
     limits = [limit for limit in (context_limit(model.model) for model in models) if limit is not None]
     ends = stopping_ids(target) if args.stop_at_eos else frozenset()
-    return Task(target.model, prompt, args.n_tokens, args.loop, ends, min(limits, default=None))
+    task = Task(target.model, prompt, args.n_tokens, args.loop, ends, min(limits, default=None), own)
+    if own is not None:
+        remark(
+            f"{draft.flag} {draft.name}: made for texts of up to {own} tokens; from token {task.alone_from} of {args.n_tokens} "
+            "on the target writes alone (target_alone_from in the file)"
+        )
+    return task
 
 
 def prompt_hashes(args, target, drafts: list, prompts: list[tuple[str, str]]) -> dict[str, str]:

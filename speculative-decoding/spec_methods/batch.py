@@ -10,6 +10,7 @@ does: a gather and a mask for every pass.
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass, field
 
 from spec_common import unwatched
@@ -29,6 +30,7 @@ class Row:
     length: int
     end: int
     read: int = 0
+    reach: int = sys.maxsize  # the longest text that the draft can read
     blind: bool = False  # the draft has met an id that it cannot read
     ended: bool = False
     done: Decoded = field(default_factory=Decoded)
@@ -109,9 +111,10 @@ class Plan:
 
     def __init__(self, batch: Batch, confident: bool):
         budgets = [row.policy.budget(confident) for row in batch.rows]
-        # the lean loop's: no further than what remains to be written, and none where the draft is blind
+        # the lean loop's: no further than what remains to be written and the draft can read, none where it is blind
         wanted = zip(batch.rows, budgets, strict=True)
-        self.counts = [0 if row.blind else min(budget.depth, row.end - row.length - 1) for row, budget in wanted]
+        self.counts = [0 if row.blind else min(budget.depth, row.end - row.length - 1, row.reach - row.length)
+                       for row, budget in wanted]  # fmt: skip
         self.enough = [budget.enough for budget in budgets]
         self.work = [NO_WORK] * len(batch.rows)
         self.lengths, self.device = [row.length for row in batch.rows], batch.ids.device
@@ -125,12 +128,13 @@ class Plan:
 
 
 class ModelRows:
-    """The draft model for a batch: one pass for one guess of every row. `target_rows`: see ModelDrafter."""
+    """The draft model for a batch: one pass for one guess of every row. `target_rows`: see ModelDrafter. `limit`: the
+    longest text that it can read; rows past it ride along, at its last place, and nothing comes of it."""
 
     confident = True
 
-    def __init__(self, model, target_rows: int):
-        self.model, self.ids = model, DraftIds(model, target_rows)
+    def __init__(self, model, target_rows: int, limit: int | None = None):
+        self.model, self.ids, self.limit = model, DraftIds(model, target_rows), limit or sys.maxsize
         self.any_blind = False
 
     def readable(self, ids: torch.Tensor) -> torch.Tensor:
@@ -140,9 +144,10 @@ class ModelRows:
     def start(self, batch: Batch) -> None:
         """Read all but the last token of every row."""
         for row, text in zip(batch.rows, batch.ids.tolist(), strict=True):
-            row.read, row.blind = row.length - 1, max(text[: row.length]) >= self.ids.readable
+            row.read, row.reach = row.length - 1, self.limit
+            row.blind = max(text[: row.length]) >= self.ids.readable or row.length >= self.limit
             self.any_blind |= row.blind
-        lengths = [row.length for row in batch.rows]
+        lengths = [min(row.length, self.limit) for row in batch.rows]
         self.cache = (
             read_prompts(self.model, self.readable(batch.ids), lengths, batch.ids.shape[1]) if lengths else None
         )
@@ -162,6 +167,7 @@ class ModelRows:
                 slots = torch.minimum(read + torch.arange(missing, device=plan.device), plan.length - 1)
             else:
                 slots = plan.length - 1 + (plan.count - 1).clamp(min=0, max=i)
+            slots = slots.clamp(max=self.limit - 1)
             end = max(row.length + min(i, max(count - 1, 0)) for row, count in zip(rows, plan.counts, strict=True))
             out = feed(self.model, self.readable(batch.ids), self.cache, slots, end, 1)
             batch.watch("draft")
@@ -196,7 +202,7 @@ class ModelRows:
     def keep(self, place: int, row: Row, written: list[int]) -> None:
         """Forget what was rejected: of what the draft has read, only the row's text stands, all but its last token."""
         row.read = min(row.read, row.length - 1)
-        row.blind = row.blind or max(written) >= self.ids.readable
+        row.blind = row.blind or max(written) >= self.ids.readable or row.length >= self.limit
         self.any_blind |= row.blind
 
     def select(self, left: list[int]) -> None:

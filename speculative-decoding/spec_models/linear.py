@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import statistics
 
 from spec_common import UserError, dtype_name, timed
 
@@ -22,6 +23,8 @@ TRIAL_SHAPE, TRIAL_ROWS, TRIAL_TURNS = (
     7,
 )  # (in, out); the rows of a plain pass and of a verify pass
 CLEARLY_FASTER = 0.67  # of the first kind's time: a trial beside a busy process must not choose otherwise than a quiet one
+# What configs call the number of experts that a token takes.
+EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 MOST_ROWS = 32  # rows of a block that are looked at for independence
 # What rounding may change of an output, as a share of the sum of |x| |w| behind it: twice the unit of the coarsest step.
 ROUNDING = {torch.float32: 2**-16, torch.float16: 2**-9, torch.bfloat16: 2**-7}
@@ -277,10 +280,20 @@ def independent_rows(model: nn.Module) -> int:
 # --------------------------------------------------------------------------------------------------------- what is read
 
 
-def pass_weights(model: nn.Module) -> tuple[float, float]:
-    """(weights, bytes) that a pass over one token multiplies with and reads: all but the look-up tables.
+def experts_taken(model: nn.Module) -> float | None:
+    """How many of a mixture's experts a token takes, the mean over the layers where they differ; None where no config says."""
+    config = model.config.get_text_config()
+    places = [config, getattr(config, "ffn_config", None)]
+    named = (getattr(place, name, None) for place in places for name in EXPERTS_TAKEN)
+    found = next((value for value in named if value), None)
+    return statistics.mean(found) if isinstance(found, (list, tuple)) else found
 
-    A table tied to the head counts, as the head. Of a mixture's experts, those that one token takes.
+
+def pass_weights(model: nn.Module, tokens: float = 1) -> tuple[float, float]:
+    """(weights that each token is multiplied with, bytes that a pass over `tokens` tokens reads): all but the look-up tables.
+
+    A table tied to the head counts, as the head. Of a mixture's E experts a token multiplies with the k that it takes; a
+    pass reads those that any of its tokens takes, E (1 - (1 - k/E)^tokens) where tokens choose evenly and on their own.
     """
     layers = [module for module in model.modules() if isinstance(module, tuple(KINDS.values()))]
     weights = float(sum(layer.in_features * layer.out_features for layer in layers))
@@ -288,12 +301,12 @@ def pass_weights(model: nn.Module) -> tuple[float, float]:
     head = model.get_output_embeddings()
     kept = set() if isinstance(head, tuple(KINDS.values())) else {id(getattr(head, "weight", None))}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - kept
-    config = model.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    share = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+    kernels = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d)}
+    taken = experts_taken(model)
     for parameter in model.parameters():
         if id(parameter) not in tables:
-            size = parameter.numel() * (share if parameter.dim() == 3 else 1)
-            weights += size if parameter.dim() >= 2 else 0
-            read += size * parameter.element_size()
+            experts = parameter.dim() == 3 and id(parameter) not in kernels and taken is not None  # (experts, ., .)
+            share = min(1.0, taken / parameter.shape[0]) if experts else 1.0
+            weights += parameter.numel() * share if parameter.dim() >= 2 else 0
+            read += parameter.numel() * (1 - (1 - share) ** tokens) * parameter.element_size()
     return weights, read

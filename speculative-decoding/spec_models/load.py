@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 from spec_models import linear as cpu_linear
 from spec_models.checkpoint import check_complete, check_formats, check_generation_config, overridden
 from spec_models.checks import Loaded
+from spec_models.depth import at_depth, depth_of
 from spec_models.embedded import MANIFEST, load_gguf, sha256
 from spec_models.find import EMBEDDED, SHIPPED_CONFIGS, explain, locate, read_config
 
@@ -75,10 +76,15 @@ def random_model(config, device: torch.device, dtype: torch.dtype, trust: bool =
     return model
 
 
-def load_random(name: str, flag: str, device: torch.device, dtype: torch.dtype, revision=None, trust=False) -> Loaded:
+def load_random(
+    name: str, flag: str, device: torch.device, dtype: torch.dtype, revision=None, trust=False, part: int | None = None
+) -> Loaded:
+    """A model of that shape; with `part` the first 2 * `part` of its layers. Raises UserError."""
     shipped = re.sub(r"-instruct$", "", name.split("/")[-1].lower())
     where = str(SHIPPED_CONFIGS.get(shipped) or locate(name, flag))
     config = read_config(where, name, flag, revision, trust)
+    depth = part and depth_of(config, part, name, flag, trust)
+    config = at_depth(config, 2 * part) if part else config
     try:
         placement(parameter_bytes(config, dtype, trust), device, name, flag)
         model = random_model(config, device, dtype, trust)
@@ -86,6 +92,7 @@ def load_random(name: str, flag: str, device: torch.device, dtype: torch.dtype, 
         raise explain(error, name, flag) from error
     shown = shown_name(name)
     about = {"name": shown, "weights": "random", "parameters": model.num_parameters()}
+    about |= {"layers": depth.whole, "layers_measured": [part, 2 * part]} if depth else {}
     return Loaded(model.eval(), None, shown, flag, {**about, "shared_key_heads": share_key_heads(device)})
 
 

@@ -13,7 +13,7 @@ import spec_decode
 import tiny
 from clock_world import Price, World
 from spec_decode import measure
-from spec_harness import costs
+from spec_harness import costs, tables
 from spec_harness.arms import Run
 from spec_harness.cells import closed_form, timing
 from spec_harness.costs import (

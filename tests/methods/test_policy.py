@@ -15,10 +15,10 @@ import spec_adaptive
 import tiny
 from clock_world import Price, World
 from spec_adaptive import Requests, cheapest_way, on_one_ruler, right_guesses, run_requests
+from spec_counts import Decoded
 from spec_decode import Mismatch, counts
 from spec_harness.arms import Method, Run, draft_model, run_speculative
 from spec_harness.theory import best_k, interpolated
-from spec_loop import Decoded
 from spec_methods.policy import (
     FORGET,
     LOOP_OVERHEAD,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 
 from spec_common import UserError
@@ -390,6 +391,44 @@ def test_of_a_mixtures_experts_a_token_reads_those_it_takes():
     assert experts > 0
     rest = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.get_input_embeddings().weight.numel()
     assert pass_weights(model)[0] == pytest.approx(rest + experts / 4)
+
+
+EXPERTS = {"intermediate_size": 32, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 8}
+
+
+def gemma4(taken: int):
+    sizes = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0}
+    kinds = ["sliding_attention", "full_attention"]
+    return tiny.build(T.Gemma4TextConfig(**{**tiny.BASE, **EXPERTS, **sizes, "tie_word_embeddings": True}, layer_types=kinds,
+                                         enable_moe_block=True, top_k_experts=taken))  # fmt: skip
+
+
+MIXTURES = {
+    "mixtral": lambda: (tiny.build(T.MixtralConfig(**tiny.BASE, num_local_experts=8, num_experts_per_tok=2)), 1 / 4),
+    "qwen3": lambda: (tiny.build(T.Qwen3MoeConfig(**{**tiny.BASE, **EXPERTS}, num_experts_per_tok=3)), 3 / 4),
+    "hunyuan": lambda: (tiny.build(T.HunYuanMoEV1Config(**{**tiny.BASE, **EXPERTS}, moe_topk=[1, 2])), 3 / 8),
+    "gemma4": lambda: (gemma4(2), 1 / 2),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_more_tokens_wake_more_of_a_mixtures_experts(name):
+    """n tokens that choose k of E evenly wake E (1 - (1 - k/E)^n) of them; each still multiplies with k."""
+    model, share = MIXTURES[name]()
+    experts = sum(one.numel() for path, one in model.named_parameters() if "experts" in path and one.dim() == 3)
+    assert experts > 0
+    weights, read = pass_weights(model)
+    for n in (1, 2, 7):
+        more = pass_weights(model, n)
+        assert more[0] == weights
+        assert more[1] - read == pytest.approx(4 * experts * ((1 - share) - (1 - share) ** n))
+    everything = pass_weights(model, math.inf)[1]
+    assert everything - read == pytest.approx(4 * experts * (1 - share))
+
+
+def test_a_dense_model_reads_the_same_for_any_block():
+    model = tiny.llama()
+    assert pass_weights(model, 16) == pass_weights(model) == pass_weights(model, math.inf)
 
 
 # ------------------------------------------------------------------------------------------------- found before any timing
