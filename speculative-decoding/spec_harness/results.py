@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from spec_cli import replaceable
 
 SCHEMA_VERSION = 1
-PAGES = ("spec_report", "spec_plot")  # they show results and measure nothing
+PAGES = ("spec_report", "spec_plot", "fit_policy", "charts", "compare")  # they show or replay results and time nothing
 BUSY = 0.5  # load for each CPU from which a measurement is worth a remark
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 # Options that change where things go, not what is measured: they may differ between a run and its resumption.
