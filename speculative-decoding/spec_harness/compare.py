@@ -54,7 +54,7 @@ def read_document(path: Path, flag: str) -> dict:
         raise UserError(f"{flag} {path.name}: {error.strerror or error}; name a result file") from error
     except (ValueError, RecursionError):
         document = None
-    parts = {"experiment": str, "environment": dict, "config": dict, "rows": list, "summary": dict}
+    parts = {"environment": dict, "config": dict, "rows": list, "summary": dict}
     whole = isinstance(document, dict) and all(isinstance(document.get(part), kind) for part, kind in parts.items())
     if not whole or not all(isinstance(row, dict) for row in document["rows"]):
         raise UserError(f"{flag} {path.name}: not a result file; measure again")
@@ -119,9 +119,9 @@ def comparison_table(first: dict[str, Measured], second: dict[str, Measured]) ->
 def compared_files(first: dict, second: dict, names: tuple[str, str]) -> str:
     """What is printed of two documents: what differs, the table, the cells of only one. Raises UserError where no cell is in
     both."""
-    if first["experiment"] != second["experiment"]:
+    if not first.get("experiment") or first["experiment"] != second.get("experiment"):
         raise UserError(
-            f"--compare: {names[0]} is of {first['experiment']}, {names[1]} of {second['experiment']}; name two files of one script"
+            f"--compare: {names[0]} is of {first.get('experiment')}, {names[1]} of {second.get('experiment')}; name two files of one script"
         )
     cells = measured_cells(first), measured_cells(second)
     if not cells[0].keys() & cells[1].keys():
