@@ -16,18 +16,16 @@ from dataclasses import dataclass
 
 from spec_common import FEWEST_PAIRS, interleave, judge_speed, paired_ratio, say
 
-import torch
-
 from spec_cli import at_least, command, fraction, make_parser, whole_list
 from spec_decode import check_exact, counts
 from spec_harness.arms import Method, Run, Task, draft_model, run_baseline, run_speculative
 from spec_harness.cells import accounted, find_or_measure, speedups, where_time_went
 from spec_harness.costs import costs_at, measure_costs
 from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
+from spec_harness.replay import cheapest_way, on_one_ruler, record
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
-from spec_harness.theory import cost_speedup, measured_v
-from spec_loop import forward, new_cache
+from spec_harness.theory import measured_v
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, FixedK, make_policy
 
 KS = (1, 2, 3, 5, 8)
@@ -94,45 +92,6 @@ def turn_row(tasks: dict[str, Task], expected: dict, methods: dict, number: int,
         for text, run in found.runs.items():
             ties += check_exact(tasks[text], arm, expected[text], run.done.tokens, args.allow_near_ties)
     return {"seconds": seconds, "near_ties": ties}
-
-
-# -------------------------------------------------------------------------------------------------------------- oracle
-
-
-@torch.inference_mode()
-def right_guesses(task: Task, drafter, tokens: list[int]) -> list[int]:
-    """How many guesses in a row the draft would get right at every place of the text, were it asked there."""
-    text, ids = [*task.prompt[0].tolist(), *tokens], drafter.ids
-    unreadable = (place for place, token in enumerate(text) if token >= ids.readable)
-    readable = next(unreadable, len(text) - 1)  # silent from there on
-    places, runs = readable - task.prompt.shape[1] + 1, [0]
-    guesses = []
-    if places > 0:
-        read = task.prompt.new_tensor([text[:readable]])
-        logits = forward(drafter.model, read, new_cache(drafter.model), places).logits[0]
-        guesses = ids.of(logits[:, : ids.sayable].argmax(-1)).tolist()
-    for place in range(len(tokens) - 1, -1, -1):
-        runs.append(runs[-1] + 1 if place < places and guesses[place] == tokens[place] else 0)
-    return runs[:0:-1]
-
-
-def cheapest_way(runs: list[int], k: int, costs: dict) -> float:
-    """The speedup of the best k of every round in hindsight: the cheapest way through the text by dynamic programming, where
-    a round at a place may keep any number of guesses that are right there, up to k."""
-    v, n, c = measured_v(costs), len(runs), costs["c"] or 0.0
-    left = [0.0] * (n + 1)
-    for place in range(n - 1, -1, -1):
-        blocks = range(min(runs[place], k, n - place - 1) + 1)
-        left[place] = min(m * c + v(m + 1) + LOOP_OVERHEAD + left[place + m + 1] for m in blocks)
-    return n * (1 + LOOP_OVERHEAD) / left[0]
-
-
-def on_one_ruler(row: dict, costs: dict) -> float:
-    """The speedup that an arm's counted rounds come to at the costs and overhead that the oracle is given: the only ruler
-    that both can be laid on."""
-    verified = [length + 1 for length in row["proposed_lengths"]]
-    drafted = row["draft_passes"] * (costs["c"] or 0.0)
-    return cost_speedup(row["emitted"], drafted, verified, measured_v(costs), LOOP_OVERHEAD, LOOP_OVERHEAD)
 
 
 # ------------------------------------------------------------------------------------------------------------- summary
@@ -240,7 +199,7 @@ def count_arms(args, tasks: dict[str, Task], methods: dict[str, Method], costs: 
     drafter = next(iter(methods.values())).drafter
     for text, task in tasks.items():
         here = costs_at(costs, task.context)
-        oracle = cheapest_way(right_guesses(task, drafter, plain.runs[text].done.tokens), args.k, here)
+        oracle = cheapest_way(record(task, drafter, plain.runs[text].done.tokens, args.k).right, args.k, here)
         for arm in methods:
             found[arm, text].update(ruler=on_one_ruler(found[arm, text], here), oracle=oracle)
     return found

@@ -10,7 +10,6 @@ decides the speedup. Costs are measured first and each cell's speedup is predict
 
 from __future__ import annotations
 
-import functools
 import statistics
 
 from spec_common import interval_text, judge_speed
@@ -18,7 +17,7 @@ from spec_common import interval_text, judge_speed
 from spec_cli import command, make_parser, whole_list
 from spec_decode import measure
 from spec_harness.arms import draft_model
-from spec_harness.cells import find_or_measure, pooled
+from spec_harness.cells import find_or_measure, forecast, pooled
 from spec_harness.costs import costs_at, measure_costs
 from spec_harness.essay import essay_sweep, essay_workload, is_essay_pair
 from spec_harness.options import (
@@ -54,7 +53,12 @@ def run(args, target, draft, first: tuple[str, str], texts: list[tuple[str, str]
 
     def cell(part: str, name: str, k: int) -> dict:
         task = tasks[name]
-        work = functools.partial(measure, task, draft_model(task, draft.model, k), args, costs_at(costs, task.context))
+        here = costs_at(costs, task.context)
+
+        def work() -> dict:
+            row = measure(task, draft_model(task, draft.model, k), args, here)
+            return {**row, **forecast(row, here)}
+
         return find_or_measure(file, task, {"part": part, "workload": name, "k": k}, work)
 
     sweep = [cell("k", first[0], k) for k in progress(args.ks, "k sweep")]
@@ -67,6 +71,14 @@ def run(args, target, draft, first: tuple[str, str], texts: list[tuple[str, str]
     return sweep, workloads, costs
 
 
+def median_error(cells: list[dict], name: str) -> dict:
+    """Of the errors `name` of all cells: the median, signed and without sign, and the largest. Null where there are none."""
+    errors = [row[name] for row in cells if row.get(name) is not None]
+    sizes = [abs(error) for error in errors]
+    return {f"{name}_median": statistics.median(errors) if errors else None,
+            f"{name}_median_abs": statistics.median(sizes) if errors else None, f"{name}_max_abs": max(sizes, default=None)}  # fmt: skip
+
+
 def summarise(sweep: list[dict], workloads: list[dict], costs: list[dict]) -> dict:
     """The pooled figures: noise (A/A), how far costs and speed are apart (signed, over all cells), the best k measured and
     the one that alpha and costs alone would choose, the ceiling. The best k is quoted from turns that did not choose it:
@@ -75,7 +87,6 @@ def summarise(sweep: list[dict], workloads: list[dict], costs: list[dict]) -> di
     best = best_of(sweep)
     if not cells or best is None:
         return {"verdict": "nothing could be measured"}
-    errors = [row["prediction_error"] for row in cells]
     again = [
         row for row in workloads if (row["workload"], row["k"]) == (best["workload"], best["k"]) and not row["error"]
     ]
@@ -91,8 +102,7 @@ def summarise(sweep: list[dict], workloads: list[dict], costs: list[dict]) -> di
     aa = pooled(cells)
     return {
         "aa": aa["aa"], "aa_low": aa["aa_low"], "aa_high": aa["aa_high"], "pairs": aa["pairs"],
-        "prediction_error_median": statistics.median(errors), "prediction_error_median_abs": statistics.median(map(abs, errors)),
-        "prediction_error_max_abs": max(map(abs, errors)), "best_k": best["k"], "best_speedup": quoted and quoted["speedup"],
+        **median_error(cells, "prediction_error"), **median_error(cells, "forecast_error"), "best_k": best["k"], "best_speedup": quoted and quoted["speedup"],
         "best_verdict": judge_speed(quoted) if quoted else "few", "best_words": quoted and speed_words(quoted),
         "best_k_predicted": foreseen[0], "best_speedup_predicted": foreseen[1], "alpha_median": alpha,
         "ceiling_tokens_per_pass": None if alpha is None else ceiling(alpha), "c": here["c"], "v2": measured_v(here)(2),
@@ -108,7 +118,7 @@ COLUMNS = [
 ]  # fmt: skip
 WIDE = [
     ("baseline_tokens_per_s", "alone, tokens/s", fixed(1)), ("speculative_tokens_per_s", "with draft", fixed(1)),
-    ("predicted_leviathan", "closed form", fixed(2, "x")), ("discarded", "discarded", str),
+    ("forecast", "forecast", fixed(2, "x")), ("forecast_came", "came", fixed(2, "x")), ("predicted_leviathan", "closed form", fixed(2, "x")), ("discarded", "discarded", str),
     ("target_passes", "target passes", str), ("draft_passes", "draft passes", str), ("aa", "A/A", fixed(2, "x")),
 ]  # fmt: skip
 ESSAY_COLUMNS = [("essay_speedup", "essay's", fixed(2, "x")), ("essay_acceptance", "essay's acceptance", percent)]
@@ -153,6 +163,9 @@ def verdict(summary: dict, name: str) -> str:
         f"speed and costs differ by {summary['prediction_error_median']:+.3f} in the median over all cells (without sign "
         f"{summary['prediction_error_median_abs']:.3f}, at most {summary['prediction_error_max_abs']:.3f})."
     )
+    if summary.get("forecast_error_median") is not None:
+        lines.append(f"foretold from alpha of every other round, the rounds between were off by {summary['forecast_error_median']:+.3f} in the median "
+                     f"(without sign {summary['forecast_error_median_abs']:.3f}, at most {summary['forecast_error_max_abs']:.3f}).")  # fmt: skip
     aa = interval_text(summary["aa_low"], summary["aa_high"], 3)
     lines.append(f"the same code against itself: {summary['aa']:.3f}x{f' ({aa})' if aa else ''}, {summary['pairs']} turns of all cells; the loop's own time is "
                  f"{100 * summary['overhead_share_median']:.1f} % of a round.")  # fmt: skip

@@ -1,303 +1,83 @@
-"""Charts, light and dark, from the result files: the k sweep, the cost curve, the workloads, where the time went.
+"""Charts, light and dark, from the result files: the k sweep, the cost curve, the workloads, where the time went. And two
+result files of one script side by side: two machines, two commits, two precisions.
 
 Claim: every point in a chart is a row of a result file; nothing is smoothed, and a file that is not there is skipped by
 name.
 
     python spec_plot.py                      # from results/local, beside them
     python spec_plot.py --results results    # the committed ones
+    python spec_plot.py --compare results/spec_bench.json results/local/spec_bench.json
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 from pathlib import Path
 
 from spec_common import HERE, UserError, say
 
 from spec_cli import Help, Parser, command, reachable
-
-THEMES = {
-    "light": {
-        "paper": "#ffffff",
-        "ink": "#1f2430",
-        "faint": "#c9cdd6",
-        "a": "#2a6fdb",
-        "b": "#e07a1f",
-        "c": "#2f9e5f",
-        "d": "#8a8f9c",
-    },
-    "dark": {
-        "paper": "#14171f",
-        "ink": "#e6e9f0",
-        "faint": "#3a404d",
-        "a": "#6ea8ff",
-        "b": "#f2a65a",
-        "c": "#63d297",
-        "d": "#9aa1b0",
-    },
-}
-SIZE = (8, 4.6)
+from spec_harness.charts import CHARTS, THEMES, plot_comparison
+from spec_harness.compare import compared_files, read_document
 
 
-def read(folder: Path, experiment: str) -> dict | None:
-    """A result file, or None if it is not there. Raises UserError for one that cannot be read."""
-    path = folder / f"{experiment}.json"
-    if not path.exists():
-        return None
+def save(figure, out: Path, name: str, theme: str) -> str:
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / f"{name}_{theme}.png", dpi=120)
+    return f"{name}_{theme}.png"
+
+
+def draw(name: str, experiment: str, plot, folder: Path, out: Path) -> list[str]:
+    """One chart in every theme; the names of its files, none where the result file is not there or has no rows for it."""
+    there, drawn = (folder / f"{experiment}.json").exists(), []
+    document = read_document(folder / f"{experiment}.json", "--results") if there else None
+    for theme, colours in THEMES.items():
+        try:
+            figure = plot(document, colours) if document else None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"--results: {experiment}.json in it has rows that no chart can show ({error!r}); measure again"
+            ) from error
+        if figure is None:
+            say(f"{name}: skipped, {experiment}.json " + ("has no rows for it" if document else "is not there"))
+            break
+        drawn.append(save(figure, out, name, theme))
+    return drawn
+
+
+def compare(paths: list[Path], out: Path) -> int:
+    """Two result files on the terminal and as a chart."""
+    documents = [read_document(reachable(path, "--compare"), "--compare") for path in paths]
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or not {"environment", "config", "rows", "summary"} <= document.keys():
-        raise UserError(f"--results: {path.name} in it is not a result file; measure again")
-    return document
+        print(compared_files(*documents, (paths[0].name, paths[1].name)))
+        figures = {theme: plot_comparison(*documents, colours) for theme, colours in THEMES.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"--compare: rows that nothing can be compared by ({error!r}); measure again") from error
+    drawn = [save(figure, out, f"compare_{documents[0]['experiment']}", theme) for theme, figure in figures.items()]
+    print(f"\n{len(drawn)} charts in {out}: {', '.join(drawn)}")
+    return 0
 
 
-def caption(document: dict) -> str:
-    """Models, device and commit, for the foot of a chart."""
-    where, config = document["environment"], document["config"]
-    models = [config[name]["name"] for name in ("target", "draft", "model") if isinstance(config.get(name), dict)]
-    device = where["cpu_model"] if where["device"] == "cpu" else where["device_name"]
-    return f"{' + '.join(models)} · {device}, {where['threads']} threads · {where['dtype']} · commit {(where['git_commit'] or 'unknown')[:9]}"
-
-
-def axes(theme: dict, title: str, foot: str, x: str, y: str):
-    """A figure and its axes in the theme, the claim as the title."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["text.parse_math"] = False  # a model or a prompt file may be called x$_y$: names are no formulas
-    figure = Figure(figsize=SIZE, facecolor=theme["paper"], layout="constrained")
-    ax = figure.add_subplot(facecolor=theme["paper"])
-    ax.set_title(title, color=theme["ink"], loc="left", fontsize=12)
-    ax.set_xlabel(x, color=theme["ink"])
-    ax.set_ylabel(y, color=theme["ink"])
-    figure.supxlabel(foot, color=theme["d"], fontsize=7)
-    dress(ax, theme)
-    return figure, ax
-
-
-def dress(ax, theme: dict) -> None:
-    ax.tick_params(colors=theme["ink"])
-    ax.grid(axis="y", color=theme["faint"], linewidth=0.6)
-    ax.set_axisbelow(True)
-    for side, spine in ax.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(theme["faint"])
-
-
-def legend(ax, theme: dict, **where) -> None:
-    ax.legend(frameon=False, labelcolor=theme["ink"], fontsize=9, **where)
-
-
-def errors(rows: list[dict], name: str) -> list[list[float]] | None:
-    """Distances of the interval's ends from the median, as matplotlib wants them; None where there is no interval."""
-    if any(row[f"{name}_low"] is None for row in rows):
-        return None
-    return [[row[name] - row[f"{name}_low"] for row in rows], [row[f"{name}_high"] - row[name] for row in rows]]
-
-
-def plot_k_sweep(document: dict, theme: dict):
-    rows = [row for row in document["rows"] if row.get("part") == "k" and not row["error"]]
-    if not rows:
-        return None
-    ks = [row["k"] for row in rows]
-    figure, ax = axes(
-        theme, f"Guessing further ahead: {rows[0]['workload']}", caption(document), "k, guesses a round", "speedup"
-    )
-    ax.axhline(1, color=theme["d"], linewidth=1, linestyle=":")
-    ax.errorbar(
-        ks,
-        [row["speedup"] for row in rows],
-        errors(rows, "speedup"),
-        color=theme["a"],
-        marker="o",
-        capsize=3,
-        label="speedup, measured",
-    )
-    ax.plot(
-        ks,
-        [row["predicted_costs"] for row in rows],
-        color=theme["a"],
-        linestyle="--",
-        linewidth=1,
-        label="from counts and costs",
-    )
-    ax.set_ylim(bottom=0)
-    ax.set_xticks(ks)
-    passes = ax.twinx()
-    passes.plot(
-        ks,
-        [row["target_passes"] for row in rows],
-        color=theme["c"],
-        marker="s",
-        markersize=4,
-        linewidth=1,
-        label="target passes (right)",
-    )
-    passes.plot(
-        ks,
-        [row["draft_passes"] for row in rows],
-        color=theme["b"],
-        marker="^",
-        markersize=4,
-        linewidth=1,
-        label="draft passes (right)",
-    )
-    passes.set_ylabel("passes", color=theme["ink"])
-    passes.set_ylim(bottom=0)
-    passes.tick_params(colors=theme["ink"])
-    for spine in passes.spines.values():
-        spine.set_visible(False)
-    handles = [
-        part
-        for both in zip(ax.get_legend_handles_labels(), passes.get_legend_handles_labels(), strict=True)
-        for part in both
-    ]
-    figure.legend(
-        handles[0] + handles[1],
-        handles[2] + handles[3],
-        frameon=False,
-        labelcolor=theme["ink"],
-        fontsize=9,
-        loc="outside upper center",
-        ncols=4,
-    )
-    return figure
-
-
-def plot_costs(document: dict, theme: dict):
-    rows = [row for row in document["rows"] if row.get("v") is not None]
-    if not rows or not document["summary"]:  # an interrupted run has no device limits yet
-        return None
-    n, summary = [row["tokens"] for row in rows], document["summary"]
-    figure, ax = axes(
-        theme,
-        "What checking n tokens costs against producing one",
-        caption(document),
-        "tokens in the pass, n",
-        "ms a pass",
-    )
-    spread = [[min(row["seconds"]) * 1000 for row in rows], [max(row["seconds"]) * 1000 for row in rows]]
-    ax.fill_between(n, *spread, color=theme["a"], alpha=0.15, linewidth=0)
-    ax.plot(n, [row["pass_ms"] for row in rows], color=theme["a"], marker="o", label="measured (band: all samples)")
-    for row in rows:
-        ax.annotate(
-            f"{row['v']:.2f}x",
-            (row["tokens"], row["pass_ms"]),
-            (0, 8),
-            textcoords="offset points",
-            color=theme["ink"],
-            fontsize=8,
-            ha="center",
-        )
-    ridge, last = summary["ridge_tokens"], n[-1]
-    corner = [point for point in (1, ridge, last) if point <= last]
-    floor = [1000 * max(summary["read_s"], point * summary["arithmetic_s_per_token"]) for point in corner]
-    ax.plot(corner, floor, color=theme["d"], linestyle="--", label="floor: read every weight once, or the arithmetic")
-    if ridge <= last:
-        ax.axvline(ridge, color=theme["d"], linewidth=0.8, linestyle=":")
-        ax.annotate(
-            f"ridge n* = {ridge:.1f}", (ridge, 0), (4, 4), textcoords="offset points", color=theme["d"], fontsize=8
-        )
-    ax.set_ylim(bottom=0)
-    ax.set_xticks(n)
-    legend(ax, theme, loc="upper left")
-    return figure
-
-
-def plot_workloads(document: dict, theme: dict):
-    rows = [row for row in document["rows"] if row.get("part") == "workload" and not row["error"]]
-    if not rows:
-        return None
-    names, ks = list(dict.fromkeys(row["workload"] for row in rows)), list(dict.fromkeys(row["k"] for row in rows))
-    figure, ax = axes(theme, "Speedup by what is written", caption(document), "", "speedup")
-    ax.axhline(1, color=theme["d"], linewidth=1, linestyle=":")
-    width = 0.8 / len(ks)
-    for i, k in enumerate(ks):
-        mine = [row for row in rows if row["k"] == k]
-        places = [names.index(row["workload"]) + (i - (len(ks) - 1) / 2) * width for row in mine]
-        ax.bar(
-            places,
-            [row["speedup"] for row in mine],
-            width * 0.92,
-            yerr=errors(mine, "speedup"),
-            color=theme["ab"[i % 2]],
-            ecolor=theme["ink"],
-            capsize=3,
-            label=f"k = {k}",
-        )
-        for place, row in zip(places, mine, strict=True):
-            text = "alpha\n-" if row["alpha"] is None else f"alpha\n{row['alpha']:.2f}"
-            ax.annotate(
-                text, (place, 0), (0, 4), textcoords="offset points", color=theme["paper"], fontsize=8, ha="center"
-            )
-    ax.set_xticks(range(len(names)), names)
-    figure.legend(frameon=False, labelcolor=theme["ink"], fontsize=9, loc="outside upper center", ncols=2)
-    return figure
-
-
-def plot_time(document: dict, theme: dict):
-    """Bars as long as the free runs took, divided as the watched run says: a watched run is single, and slower."""
-    rows = [row for row in document["rows"] if row.get("part") == "k" and not row["error"]]
-    if not rows:
-        return None
-    title, label = f"Where the time goes: {rows[0]['workload']}", "ms a token"
-    figure, ax = axes(theme, title, caption(document), "k, guesses a round", label)
-    places, bottom = range(len(rows)), [0.0] * len(rows)
-    for name, label, colour in (
-        ("draft_s", "draft", "b"),
-        ("verify_s", "verify", "a"),
-        ("overhead_s", "the loop itself", "d"),
-    ):
-        heights = []
-        for row in rows:
-            share = row[name] / (row["draft_s"] + row["verify_s"] + row["overhead_s"])
-            heights.append(1000 * share * statistics.median(row["speculative_s"]) / row["emitted"])
-        ax.bar(places, heights, 0.7, bottom=bottom, color=theme[colour], label=label)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    plain = statistics.median(1000 * seconds / row["emitted"] for row in rows for seconds in row["baseline_s"])
-    ax.axhline(plain, color=theme["ink"], linewidth=1, linestyle=":", label="the target alone")
-    ax.set_xticks(places, [str(row["k"]) for row in rows])
-    legend(ax, theme, loc="upper left")
-    return figure
-
-
-CHARTS = {
-    "k_sweep": ("spec_bench", plot_k_sweep),
-    "costs": ("spec_precondition", plot_costs),
-    "workloads": ("spec_bench", plot_workloads),
-    "time": ("spec_bench", plot_time),
-}
-
-
-@command
-def main(argv=None) -> int:
+def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=Help)
     parser.add_argument(
         "--results", type=Path, default=HERE / "results" / "local", help="the folder of the result files"
     )
     parser.add_argument("--out", type=Path, help="where the charts go; the same folder if left out")
-    args = parser.parse_args(argv)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two result files of one script, instead of charts of each")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    out = args.out or args.results
+    if args.compare:
+        return compare(args.compare, reachable(out, "--out"))
     if not reachable(args.results, "--results").is_dir():
         raise UserError(f"--results {args.results}: no such folder; run spec_bench.py first")
-    out, drawn = args.out or args.results, []
+    drawn = []
     for name, (experiment, plot) in CHARTS.items():
-        document = read(args.results, experiment)
-        for theme, colours in THEMES.items():
-            try:
-                figure = plot(document, colours) if document else None
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise UserError(
-                    f"--results: {experiment}.json in it has rows that no chart can show ({error!r}); measure again"
-                ) from error
-            if figure is None:
-                say(f"{name}: skipped, {experiment}.json " + ("has no rows for it" if document else "is not there"))
-                break
-            out.mkdir(parents=True, exist_ok=True)
-            figure.savefig(out / f"{name}_{theme}.png", dpi=120)
-            drawn.append(f"{name}_{theme}.png")
+        drawn += draw(name, experiment, plot, args.results, out)
     if not drawn:
         raise UserError(
             f"--results {args.results}: no result file with rows; run spec_bench.py and spec_precondition.py first"

@@ -9,7 +9,7 @@ from spec_common import ClaimFailed, UserError, first_line, is_out_of_memory, pa
 
 from spec_harness.arms import Method, Run, Task
 from spec_harness.costs import passes_within
-from spec_harness.theory import cost_speedup, leviathan_speedup, measured_v
+from spec_harness.theory import cost_speedup, forecast_speedup, leviathan_speedup, measured_v
 from spec_methods.policy import FixedK
 
 ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
@@ -73,6 +73,15 @@ def arrivals(run: Run) -> dict:
     }
 
 
+def round_seconds(run: Run) -> list[float]:
+    """The seconds of each round of a watched run: what was written ends it."""
+    found = [0.0]
+    for _, seconds, tokens in run.watch.laps:
+        found[-1] += seconds
+        found += [0.0] if tokens else []
+    return found[:-1]
+
+
 def where_time_went(plain: Run, fast: Run) -> dict:
     """From the watched runs: milliseconds a pass, the seconds of each phase, and what neither model's passes took."""
     draft, verify, target = fast.watch.seconds("draft"), fast.watch.seconds("verify"), plain.watch.seconds("target")
@@ -87,6 +96,7 @@ def where_time_went(plain: Run, fast: Run) -> dict:
         "overhead_s": overhead,
         "overhead_share": overhead / whole,
         "baseline_overhead_share": 1 - sum(target) / plain_whole,
+        "watched_round_s": round_seconds(fast),
     }
     for arm, run in (("baseline", plain), ("speculative", fast)):
         row.update({f"{arm}_{name}": value for name, value in arrivals(run).items()})
@@ -106,6 +116,28 @@ def accounted(counted: dict, costs: dict) -> float:
     second = counted["draft_tokens_read"] - counted["draft_passes"]  # tokens read beyond the first of their pass
     draft_cost = counted["draft_passes"] * c + second * (c2 - c)
     return cost_speedup(counted["emitted"], draft_cost, verified, measured_v(costs), overhead, share / (1 - share))
+
+
+def forecast(row: dict, costs: dict) -> dict:
+    """What a cell of a fixed k could be told before it is timed, and whether it came: alpha of every other round, from the
+    first on, forecasts the speedup of the rounds between them at the measured costs.
+
+    Neighbours are alike, and no token is on both sides. What the others took is their share of the watched run's seconds,
+    laid on the free runs'; null where a side judged or wrote nothing.
+    """
+    rounds = list(zip(row["proposed_lengths"], row["accepted_lengths"], row["emitted_lengths"], row["watched_round_s"], strict=True))  # fmt: skip
+    known, other = rounds[::2], rounds[1::2]
+    alpha = ratio(sum(kept for _, kept, _, _ in known), sum(min(made, kept + 1) for made, kept, _, _ in known))
+    if alpha is None or not other:
+        return dict.fromkeys(("forecast_alpha", "forecast", "forecast_came", "forecast_error"))
+    overhead = row["overhead_s"] / row["target_passes"] / costs["target_pass_s"]
+    share = row["baseline_overhead_share"]
+    foretold = forecast_speedup(
+        alpha, row["k"], row["k"] + ESSAY_ROUND[row["loop"]], costs, overhead, share / (1 - share)
+    )
+    tokens, seconds = sum(one[2] for one in other) / row["emitted"], sum(one[3] for one in other) / sum(row["watched_round_s"])  # fmt: skip
+    came = row["speedup"] * tokens / seconds
+    return {"forecast_alpha": alpha, "forecast": foretold, "forecast_came": came, "forecast_error": foretold - came}
 
 
 def closed_form(task: Task, method: Method, alpha: float | None, costs: dict) -> float | None:

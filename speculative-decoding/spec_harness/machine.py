@@ -13,7 +13,7 @@ from spec_common import HERE, device_name, dtype_name
 
 import torch
 
-PAGES = ("spec_report", "spec_plot")  # they show results and measure nothing
+PAGES = ("spec_report", "spec_plot", "fit_policy", "charts", "compare")  # they show or replay results and time nothing
 BUSY = 0.1  # share of the CPUs in use by others from which a measurement is worth a remark
 LOOK_S = 0.3  # how long that is looked at
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")

@@ -54,6 +54,20 @@ def cost_speedup(
     return tokens * (1 + plain_overhead) / spent
 
 
+def forecast_speedup(
+    alpha: float, k: int, passes: int, costs: dict, overhead: float = 0.0, plain_overhead: float = 0.0
+) -> float:
+    """The measured-cost form for rounds that nobody has seen: E / (passes c + alpha^k (c2 - c) + V(k+1) + o).
+
+    `passes`: draft passes a round. `costs` as `costs_at` gives them; where all k guesses stood and the draft has not read the
+    last one (passes = k), its next pass reads two tokens and costs c2. The overheads as in `cost_speedup`.
+    """
+    c = costs["c"] or 0.0
+    second = alpha**k * ((costs.get("c2") or c) - c) if passes == k else 0.0
+    spent = passes * c + second + measured_v(costs)(k + 1) + overhead
+    return expected_tokens(alpha, k) * (1 + plain_overhead) / spent
+
+
 def interpolated(costs: dict[int, float]) -> Callable[[int], float]:
     """V(n) for any n from the measured ones: straight lines between them, the last slope carried on past the end."""
     points = sorted(costs.items())

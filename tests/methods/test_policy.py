@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import spec_adaptive
 import tiny
 from clock_world import Price, World
-from spec_adaptive import Requests, cheapest_way, on_one_ruler, right_guesses, run_requests
+from spec_adaptive import Requests, run_requests
 from spec_counts import Decoded
 from spec_decode import Mismatch, counts
 from spec_harness.arms import Method, Run, draft_model, run_speculative
+from spec_harness.replay import cheapest_way, on_one_ruler, record
 from spec_harness.theory import best_k, interpolated
 from spec_methods.policy import (
     FORGET,
@@ -105,14 +106,31 @@ def test_cost_drafts_on_behind_a_sure_guess_and_stops_behind_a_doubtful_one():
     assert sure == 8 and doubtful == 1
 
 
+def test_cost_weighs_a_block_by_what_time_brings_elsewhere():
+    """By hand: guesses are free of cost but for one long pass, alpha 1/2, so the best fixed k is 1 at 1.5 tokens in 1.2 passes
+    (rate 1.25). Behind a guess that is all but sure a second, worth 1/2 in 0.3, is made; behind a hopeless one none."""
+    policy = Cost(2, 0.0, interpolated({1: 1.0, 2: 1.2, 3: 1.5}))
+    policy.right, policy.judged = 5e8, 1e9
+    assert policy.budget(True).depth == 2 and policy.rate == pytest.approx(1.25)
+    assert not policy.enough(1.0), "0.998 / 2 = 0.499 > 1.25 * 0.3"
+    policy.budget(True)
+    policy.offset = -3.0
+    assert policy.enough(0.5), "0.11 / 2 = 0.05 < 1.25 * 0.3"
+    policy.budget(True)
+    policy.offset = 0.1
+    assert not policy.enough(0.6) and policy.acceptance(0.6) > 0.75, "0.80 / 2 = 0.40 > 0.375"
+    policy.budget(True)
+    assert policy.enough(0.5) and policy.acceptance(0.5) < 0.75, "0.73 / 2 = 0.366 < 0.375"
+
+
 def test_cost_learns_that_a_text_is_easier_than_the_draft_thinks():
     v = interpolated({1: 1.0, 8: 1.3})
     policy = Cost(8, 0.1, v)
-    first = policy.acceptance(0.3, 0)
+    first = policy.acceptance(0.3)
     feed(policy, 10, lambda k: k, True, 0.3)
-    assert policy.acceptance(0.3, 0) > first + 0.2
+    assert policy.acceptance(0.3) > first + 0.2
     feed(policy, 30, lambda k: 0, True, 0.3)
-    assert policy.acceptance(0.3, 0) < first
+    assert policy.acceptance(0.3) < first
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=60))
@@ -120,7 +138,7 @@ def test_cost_never_leaves_its_bounds(rounds):
     policy = Cost(6, 0.1, FREE)
     for confidence, right in rounds:
         made = feed(policy, 1, lambda k, right=right: k if right else 0, True, confidence)[0]
-        assert 0 <= made <= 6 and 0 < policy.acceptance(confidence, 9) < 1
+        assert 0 <= made <= 6 and 0 < policy.acceptance(confidence) < 1
 
 
 @given(
@@ -142,7 +160,7 @@ def judged_as_foreseen(target, draft, n: int, k: int):
     task = tiny.task(target, n=n)
     method = draft_model(task, draft, k)
     done = run_speculative(task, method).done
-    runs, place = right_guesses(task, method.drafter, done.tokens), 0
+    runs, place = record(task, method.drafter, done.tokens, k).right, 0
     for guesses, kept, emitted in zip(done.proposals, done.accepted, done.emitted, strict=True):
         assert min(runs[place], len(guesses)) == kept
         yield guesses, runs[place], place
@@ -169,7 +187,7 @@ def test_the_oracle_is_no_worse_than_any_fixed_k():
     for draft in DRAFTS.values():
         task = tiny.task(TARGET, n=40)
         method = draft_model(task, draft, 1)
-        ideal = cheapest_way(right_guesses(task, method.drafter, run_speculative(task, method).done.tokens), 8, costs)
+        ideal = cheapest_way(record(task, method.drafter, run_speculative(task, method).done.tokens, 8).right, 8, costs)
         for k in range(9):
             done = run_speculative(task, draft_model(task, draft, k)).done
             spent = done.draft_passes * 0.1 + sum(v(len(g) + 1) + LOOP_OVERHEAD for g in done.proposals)
@@ -181,7 +199,7 @@ def test_the_oracle_keeps_no_guess_that_is_wrong():
     """Nothing is left but plain steps, which are what plain decoding takes."""
     task = tiny.task(TARGET, n=20)
     method = draft_model(task, DRAFTS["wrong"], 3)
-    runs = right_guesses(task, method.drafter, run_speculative(task, method).done.tokens)
+    runs = record(task, method.drafter, run_speculative(task, method).done.tokens, 3).right
     assert cheapest_way(runs, 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1}) == pytest.approx(1)
 
 
@@ -202,7 +220,9 @@ def taught(name: str):
 
 
 def known(policy) -> dict:
-    return {name: value for name, value in vars(policy).items() if name not in ("confidences", "reach", "tokens")}
+    return {
+        name: value for name, value in vars(policy).items() if name not in ("confidences", "reach", "tokens", "rate")
+    }
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -229,7 +249,8 @@ def test_a_policy_forgets_between_texts_unless_it_is_to_go_on(name):
     forgot, _ = second(go_on=False)
     assert forgot == alone, "what came before, in the test or in the first text, is forgotten"
     went_on, left = second(go_on=True)
-    assert len(went_on.proposals[0]) < len(alone.proposals[0]) and went_on.tokens == alone.tokens
+    assert len(went_on.rounds) > len(alone.rounds), "it looks less far at first"
+    assert went_on.tokens == alone.tokens
     # The same rounds again, from what the first text left behind.
     again = run_speculative(task, Method(draft_model(task, right, 8).drafter, left), go_on=True).done
     assert again == went_on and known(left) == known(policy)
