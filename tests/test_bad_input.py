@@ -266,9 +266,8 @@ def test_drafts_are_refused_for_their_tokenizer_before_any_timing(pair, draft_fo
     )
 
 
-@pytest.mark.parametrize("flag", ["--target", "--draft"])
-def test_a_text_past_the_context_names_the_model_and_its_limit(flag, pair, disk, capfd):
-    short = disk / f"short {flag}"
+def test_a_text_past_the_targets_context_names_it_and_its_limit(pair, disk, capfd):
+    flag, short = "--target", disk / "short target"
     if not short.exists():
         tiny.save(tiny.llama(max_position_embeddings=12), short)
     says(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import spec_decode
-from spec_harness import machine, results
+from spec_harness import machine
 from spec_harness.machine import environment
 from spec_harness.results import ResultFile
 from spec_precondition import advise
@@ -37,7 +37,7 @@ def test_a_run_is_not_finished_on_other_cpus(name, tmp_path):
 
 def test_more_threads_than_cpus_are_one_remark(pair, monkeypatch, capfd):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    monkeypatch.setattr(results, "cpus_allowed", lambda: 2)
+    monkeypatch.setattr(machine, "cpus_allowed", lambda: 2)
     assert spec_decode.main([*pair, "--prompt", "w1 w2"]) == 0
     assert capfd.readouterr().err.count("64 threads on 2 CPUs") == 1
     assert json.loads(open(pair[-1], encoding="utf-8").read())["environment"]["cpus_allowed"] == 2  # noqa: SIM115

@@ -117,18 +117,20 @@ def test_the_devices_limits_are_its_best_tries(monkeypatch):
     assert next(tries, None) is None
 
 
-def test_the_limits_of_a_pass_by_hand(monkeypatch):
+def test_the_limits_of_a_pass_by_hand():
     """1000 weights of 4 bytes at 8000 bytes/s: half a second; two operations a weight at 16000 a second: an eighth."""
-    monkeypatch.setattr(costs.cpu_linear, "pass_weights", lambda model: (1000.0, 4000.0))
-    limit = limits_of_passes(None, {"read_bytes_per_s": 8000.0, "operations_per_s": 16000.0})
+    weights_of = lambda n: (1000.0, 4000.0)  # noqa: E731
+    limits = {"read_bytes_per_s": 8000.0, "operations_per_s": 16000.0}
+    limit = limits_of_passes(weights_of, limits)
     assert limit == {
         "weights": 1000.0,
         "read_bytes": 4000.0,
         "read_s": 0.5,
         "arithmetic_s_per_token": 0.125,
         "ridge_tokens": 4.0,
+        "mixture": False,
     }
-    assert [floor_s(n, limit) for n in (1, 4, 8)] == [0.5, 0.5, 1.0]
+    assert [floor_s(n, weights_of, limits) for n in (1, 4, 8)] == [0.5, 0.5, 1.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------- a cell

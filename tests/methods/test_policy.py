@@ -364,7 +364,7 @@ def test_a_guess_is_reached_only_through_those_before_it():
     """The chance that a third guess counts is the product of all three, and the block's tokens are their sum."""
     policy = Cost(8, 0.1, FREE)
     policy.budget(True)
-    a, b, c = (policy.acceptance(confidence, place) for place, confidence in enumerate((0.9, 0.6, 0.3)))
+    a, b, c = map(policy.acceptance, (0.9, 0.6, 0.3))
     for confidence in (0.9, 0.6, 0.3):
         policy.enough(confidence)
     assert policy.reach == pytest.approx(a * b * c) and policy.tokens == pytest.approx(1 + a + a * b + a * b * c)
