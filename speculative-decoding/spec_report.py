@@ -147,7 +147,7 @@ def short_of_fixed(arms: list[dict]) -> str:
     for text in dict.fromkeys(one["text"] for one in arms if one["text"] != "all"):
         speeds = {one["arm"]: one["speedup"] for one in arms if one["text"] == text}
         found[text] = speeds["cost"] / max(speed for arm, speed in speeds.items() if arm.startswith("k = "))
-    short = ", ".join(f"{text} ({share:.2f})" for text, share in found.items() if share < CLOSE)
+    short = ", ".join(text for text, share in found.items() if share < CLOSE)
     return f"more than 3 % below the best fixed k of {short}" if short else "within 3 % of the best fixed k on every text"
 
 
