@@ -126,20 +126,8 @@ def saved(results) -> dict:
 @pytest.mark.parametrize("script", [spec_decode, spec_batch])
 def test_a_pass_that_fails_past_a_limit_is_one_line_and_measured_rows_stay(script, unnamed, tmp_path, capfd):
     folder, results = tiny.save(tiny.gpt2(n_positions=LIMIT), tmp_path / "m"), str(tmp_path / "r.json")
-    argv = [
-        "--device",
-        "cpu",
-        "--target",
-        folder,
-        "--draft",
-        folder,
-        "--repeats",
-        "1",
-        "--n-tokens",
-        "12",
-        "--results",
-        results,
-    ]
+    argv = ["--device", "cpu", "--target", folder, "--draft", folder]
+    argv += ["--repeats", "1", "--n-tokens", "12", "--results", results]
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('"w1 w2"\n"w1 w2 w3 w4 w5 w6 w7 w8 w9"\n')
     size = ["--batches", "2"] if script is spec_batch else ["-k", "1"]
@@ -165,18 +153,8 @@ def test_of_a_cost_curve_the_sizes_that_can_be_read_stay(unnamed, tmp_path, monk
 
 def test_a_context_that_cannot_be_read_is_one_line(unnamed, tmp_path, monkeypatch, capfd):
     folder = tiny.save(tiny.gpt2(n_positions=LIMIT), tmp_path / "m")
-    argv = [
-        "--device",
-        "cpu",
-        "--model",
-        folder,
-        "--tokens",
-        "1,2",
-        "--repeats",
-        "1",
-        "--results",
-        str(tmp_path / "r.json"),
-    ]
+    argv = ["--device", "cpu", "--model", folder, "--tokens", "1,2"]
+    argv += ["--repeats", "1", "--results", str(tmp_path / "r.json")]
     assert spec_precondition.main([*argv, "--context", "40"]) == 2
     assert "error: --context: a pass fails in a text of up to " in capfd.readouterr().err
 

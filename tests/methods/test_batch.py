@@ -547,18 +547,8 @@ def test_prompts_of_a_file_are_the_rows_in_order_and_end_tokens_end_them(target_
     path.write_text("\n".join(json.dumps(" ".join(f"w{i * j % 60}" for i in range(1, 4 + j))) for j in (1, 2, 3)))
     ends = frozenset(tiny.greedy(tiny.llama(), [4 + i for i in range(1, 5)], 20)[3:4])
     monkeypatch.setattr("spec_harness.options.stopping_ids", lambda target: ends)
-    options = [
-        "--device",
-        "cpu",
-        "--target",
-        target_folder,
-        "--draft",
-        target_folder,
-        "--results",
-        str(results),
-        "--n-tokens",
-        "20",
-    ]
+    options = ["--device", "cpu", "--target", target_folder, "--draft", target_folder]
+    options += ["--results", str(results), "--n-tokens", "20"]
     argv = [*options, "--repeats", "1", "--warmup", "0", "--batches", "3", "--prompt-file", str(path), "--stop-at-eos"]
     assert spec_batch.main(argv) == 0
     row = next(row for row in strict(results)["rows"] if row["part"] == "batch")
@@ -725,20 +715,8 @@ def test_pooled_counts_are_sums():
 def test_costs_are_measured_within_the_text_and_the_context(more, disk, results):
     """A context of 44 positions: a block of 51 tokens fits nowhere, and no round has one."""
     folder = tiny.save(tiny.gpt2(n_positions=44), disk / "forty-four")
-    options = [
-        "--device",
-        "cpu",
-        "--target",
-        folder,
-        "--draft",
-        folder,
-        "--results",
-        str(results),
-        "--repeats",
-        "1",
-        "--warmup",
-        "0",
-    ]
+    options = ["--device", "cpu", "--target", folder, "--draft", folder]
+    options += ["--results", str(results), "--repeats", "1", "--warmup", "0"]
     (results.parent / "p.jsonl").write_text(json.dumps("w1 w2 w3 " * 10) + '\n"w7"\n')
     assert spec_batch.main([*options, "--batches", "2", "--prompt-file", str(results.parent / "p.jsonl"), *more]) == 0
     assert strict(results)["summary"]["exact"]

@@ -129,19 +129,8 @@ def test_the_table_and_the_file_say_that_they_are_carried_on(tmp_path, results, 
     monkeypatch.setattr("spec_harness.costs.READ_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr("spec_harness.costs.SQUARE", {"cpu": 64})
     folder = tiny.save(tiny.llama(num_hidden_layers=40), tmp_path / "deep")
-    argv = [
-        "--device",
-        "cpu",
-        "--model",
-        folder,
-        "--random-weights",
-        "--layers",
-        "8",
-        "--tokens",
-        "1,2",
-        "--context",
-        "8",
-    ]
+    argv = ["--device", "cpu", "--model", folder, "--random-weights", "--layers"]
+    argv += ["8", "--tokens", "1,2", "--context", "8"]
     assert spec_precondition.main([*argv, "--repeats", "3", "--results", str(results)]) == 0
     words = "carried on from 8 and 16 layers to 40"
     assert f"context 8, {words}" in capsys.readouterr().out
