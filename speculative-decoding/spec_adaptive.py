@@ -14,7 +14,7 @@ import functools
 import statistics
 from dataclasses import dataclass
 
-from spec_common import FEWEST_PAIRS, interleave, judge_speed, paired_ratio, say
+from spec_common import FEWEST_PAIRS, interleave, judge_speed, paired_ratio, say, tell
 
 from spec_cli import at_least, command, fraction, make_parser, whole_list
 from spec_decode import check_exact, counts
@@ -25,7 +25,7 @@ from spec_harness.options import add_prompt_options, add_task_options, chosen_pr
 from spec_harness.replay import cheapest_way, on_one_ruler, record
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
-from spec_harness.theory import measured_v
+from spec_harness.theory import measured_v, pass_costs
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, FixedK, make_policy
 
 KS = (1, 2, 3, 5, 8)
@@ -38,9 +38,9 @@ PLAIN, AGAIN = "alone", "alone again (A/A)"
 
 def arm_methods(args, task: Task, draft, costs: dict) -> dict[str, Method]:
     """Every arm that speculates, by name: each fixed k, each policy."""
-    v, c = measured_v(costs), costs["c"] or 0.0
+    v, (c, first) = measured_v(costs), pass_costs(costs)
     policies = {f"k = {k}": FixedK(k) for k in args.ks}
-    policies |= {name: make_policy(name, args.k, c, v, args.confidence, LOOP_OVERHEAD) for name in POLICIES[1:]}
+    policies |= {name: make_policy(name, args.k, c, v, args.confidence, LOOP_OVERHEAD, first) for name in POLICIES[1:]}
     return {name: Method(draft_model(task, draft, policy.most).drafter, policy) for name, policy in policies.items()}
 
 
@@ -248,11 +248,11 @@ def main(argv=None) -> int:
         rows, turns, ties = run(args, tasks, draft, file)
         file.finish({"arms": rows})
     if rows:
-        print(
+        tell(
             f"all requests, {args.n_tokens} tokens of each\n\n{table(rows, 'all', args.wide)}\n\neach text\n\n{by_text(rows, list(tasks))}\n"
         )
-        print(verdict(turns, rows, list(tasks), ties))
-    print(f"results in {args.results}")
+        tell(verdict(turns, rows, list(tasks), ties))
+    tell(f"results in {args.results}")
     return int(len(turns) < args.repeats)
 
 

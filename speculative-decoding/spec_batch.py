@@ -14,7 +14,7 @@ import functools
 import statistics
 from itertools import islice
 
-from spec_common import UserError, interleave, is_out_of_memory, judge_speed, paired_ratio, say
+from spec_common import UserError, interleave, is_out_of_memory, judge_speed, paired_ratio, say, tell
 
 from spec_cli import at_least, command, make_parser, whole_list
 from spec_decode import Mismatch, check_exact, counts
@@ -290,7 +290,7 @@ def main(argv=None) -> int:
             check_rows(one)
         rows = run(args, target, draft, prompts, file)
         file.finish(summarise(rows))
-    print(
+    tell(
         f"k = {args.k}, {len(prompts)} requests, {args.n_tokens} tokens of each\n\n{tables(rows, args.wide)}\n\n{verdict(rows)}\nresults in {args.results}"
     )
     return int(any(row["error"] for row in file.rows))  # a size whose costs could not be measured is no row of its own

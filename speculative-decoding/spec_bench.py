@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 
-from spec_common import interval_text, judge_speed
+from spec_common import interval_text, judge_speed, tell
 
 from spec_cli import command, make_parser, whole_list
 from spec_decode import measure
@@ -62,12 +62,12 @@ def run(args, target, draft, first: tuple[str, str], texts: list[tuple[str, str]
         return find_or_measure(file, task, {"part": part, "workload": name, "k": k}, work)
 
     sweep = [cell("k", first[0], k) for k in progress(args.ks, "k sweep")]
-    print(f"guessing further ahead: {first[0]}, {args.n_tokens} tokens\n\n{sweep_table(sweep, is_essay_pair(args), args.wide)}", flush=True)  # fmt: skip
+    tell(f"guessing further ahead: {first[0]}, {args.n_tokens} tokens\n\n{sweep_table(sweep, is_essay_pair(args), args.wide)}")  # fmt: skip
     best = best_of(sweep)
     ks = list(dict.fromkeys([best["k"] if best else USUAL_K, USUAL_K]))
     cells = [(name, k) for k in ks for name, _ in texts]
     workloads = [cell("workload", name, k) for name, k in progress(cells, "workloads")]
-    print(f"\nthe text alone: {args.n_tokens} tokens of each\n\n{workload_table(workloads, is_essay_pair(args), args.wide)}", flush=True)  # fmt: skip
+    tell(f"\nthe text alone: {args.n_tokens} tokens of each\n\n{workload_table(workloads, is_essay_pair(args), args.wide)}")  # fmt: skip
     return sweep, workloads, costs
 
 
@@ -196,7 +196,7 @@ def main(argv=None) -> int:
         sweep, workloads, costs = run(args, target, draft, first, texts, file)
         summary = summarise(sweep, workloads, costs)
         file.finish(summary)
-    print(f"\n{verdict(summary, first[0])}\nresults in {args.results}")
+    tell(f"\n{verdict(summary, first[0])}\nresults in {args.results}")
     return int(any(row["error"] for row in [*sweep, *workloads]))
 
 

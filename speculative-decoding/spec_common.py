@@ -12,6 +12,7 @@ import os
 import random
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ AUTO_DTYPE = {"cpu": "float32", "mps": "float16", "cuda": "bfloat16", "xpu": "bf
 LEVEL = 0.95  # of every interval: what it covers
 FEWEST_PAIRS = 6  # the fewest whose whole range covers the median so often; below it no interval and no verdict
 LONGEST_ERROR = 500
+WIDTH = 100  # columns of what is printed
 
 
 class UserError(Exception):
@@ -226,6 +228,14 @@ def judge_speed(row: dict, name: str = "speedup") -> str:
 
 def interval_text(low: float | None, high: float | None, digits: int = 2) -> str | None:
     return None if low is None else f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def tell(text: str) -> None:
+    """Results go to stdout: tables as they are, sentences wrapped to the WIDTH that tables fit."""
+    for line in text.split("\n"):
+        wrap = len(line) > WIDTH and not line.startswith("|")
+        print(textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) if wrap else line)
+    sys.stdout.flush()
 
 
 def say(text: str) -> None:

@@ -16,7 +16,7 @@ import functools
 import statistics
 import sys
 
-from spec_common import ClaimFailed, UserError, dtype_name, interleave, say
+from spec_common import ClaimFailed, UserError, dtype_name, interleave, say, tell
 
 import torch
 
@@ -249,15 +249,15 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file) -> list[dict]
 def print_row(row: dict, args, tokenizer) -> None:
     """One prompt's tables, its text if asked for, and the verdict."""
     if row["error"]:
-        print(f"\n{row['workload']}: not measured, {row['error']}")
+        tell(f"\n{row['workload']}: not measured, {row['error']}")
         return
     published = essay_decode(row) if is_essay_pair(args) else None
-    print(f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, published)}\n")
+    tell(f"\n{row['workload']}, {row['emitted']} tokens\n\n{what_it_does(row, published)}\n")
     if table := against_transformers(row):
-        print(f"whole calls, prefill included\n\n{table}\n")
+        tell(f"whole calls, prefill included\n\n{table}\n")
     if args.show:
         print(shown_rounds(tokenizer, row, colour=sys.stdout.isatty()) + "\n")
-    print(decode_verdict(row))
+    tell(decode_verdict(row))
 
 
 def parse_args(argv):
@@ -293,7 +293,7 @@ def main(argv=None) -> int:
             print_row(row, args, target.tokenizer)
         good = [row["speedup"] for row in rows if not row["error"]]
         file.finish({"speedup": statistics.median(good) if good else None})
-    print(f"results in {args.results}")
+    tell(f"results in {args.results}")
     return int(any(row["error"] for row in rows))
 
 

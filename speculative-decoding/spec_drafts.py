@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import statistics
 
-from spec_common import UserError, interleave, judge_speed
+from spec_common import UserError, interleave, judge_speed, tell
 
 from spec_cli import at_least, command, make_parser
 from spec_decode import check_exact, counts
@@ -199,7 +199,7 @@ def main(argv=None) -> int:
         file.finish({"drafts": rows})
     essay = any(essay_draft(draft.name) for draft in drafts)
     texts = ", ".join(name for name, _ in prompts)
-    print(
+    tell(
         f"{texts}; {args.n_tokens} tokens of each, k = {args.k}\n\n{table(rows, essay, args.wide)}\n\n{verdict(rows)}\nresults in {args.results}"
     )
     return int(any(row["error"] for row in rows))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import statistics
 
-from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interval_text, judge_speed, say
+from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interval_text, judge_speed, say, tell
 
 from spec_cli import at_least, command, make_parser
 from spec_decode import measure
@@ -103,7 +103,7 @@ def measure_method(task: Task, target, draft, name: str, args, costs: dict) -> d
     """The row of one method on one text, look-up with transformers' own beside it. Raises Mismatch."""
     arms, more = {}, {"match_rate": None, "look_up_s": None}
     if name == "lookup":
-        costs = {**costs, "c": 0.0, "c2": 0.0}  # no model drafts: a round costs its check and the loop's own time
+        costs = {**costs, "c": 0.0}  # no model drafts: a round costs its check and the loop's own time
         plain = target.plain or target.model
         theirs = prompt_lookup_rounds(plain, task, args.k, args.ngram_max)
         arms = {"prompt_lookup": lambda: run_prompt_lookup(plain, task, args.k, args.ngram_max)} if theirs else {}
@@ -285,7 +285,7 @@ def main(argv=None) -> int:
         rows = run(args, target, drafts[0] if drafts else None, texts, file)
         summary = summarise(rows)
         file.finish(summary)
-    print(
+    tell(
         f"n-grams of {args.ngram_max} to {args.ngram_min}, {args.n_tokens} tokens\n\n{table(rows, args.wide)}\n\n{verdict(args, summary)}\nresults in {args.results}"
     )
     return int(any(row["error"] for row in rows) or more_rounds(args, summary))

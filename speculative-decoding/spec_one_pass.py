@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 
-from spec_common import UserError, dtype_name
+from spec_common import UserError, dtype_name, tell
 
 import torch
 
@@ -156,23 +156,23 @@ def main(argv=None) -> int:
         for row in rows:
             file.add(row)
         file.finish(summary)
-    print(
+    tell(
         f"input: {len(rows)} tokens -> {len(rows)} predictions, one pass\n\n{markdown_table(rows, COLUMNS_ONE_PASS)}\n"
     )
-    print(
+    tell(
         f"the same pass cut to its first {args.truncate} tokens\n\n{markdown_table(rows[: args.truncate], COLUMNS_TRUNCATED)}\n"
     )
-    print(f"largest numerical difference: {summary['largest_numerical_difference']:.4f}\n")
-    print(f"each prefix run alone, {len(rows)} passes\n\n{markdown_table(rows, COLUMNS_ALONE)}\n")
+    tell(f"largest numerical difference: {summary['largest_numerical_difference']:.4f}\n")
+    tell(f"each prefix run alone, {len(rows)} passes\n\n{markdown_table(rows, COLUMNS_ALONE)}\n")
     if not summary["nesting_holds"]:
         where = summary["first_broken_position"]
-        print(
+        tell(
             f"the nesting does NOT hold, first at position {where}: this model looks ahead, it cannot be checked in one pass"
         )
         return 1
     rounding = summary["largest_difference_alone"]
-    print(f"the nesting holds: one pass gives all {len(rows)} answers (largest difference {rounding:.4f}, rounding)")
-    print(f"results in {args.results}")
+    tell(f"the nesting holds: one pass gives all {len(rows)} answers (largest difference {rounding:.4f}, rounding)")
+    tell(f"results in {args.results}")
     return 0
 
 

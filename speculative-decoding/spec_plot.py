@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spec_common import HERE, UserError, say
+from spec_common import HERE, UserError, say, tell
 
 from spec_cli import Help, Parser, command, reachable
-from spec_harness.charts import CHARTS, THEMES, plot_comparison
+from spec_harness.charts import CHARTS, plot_comparison
 from spec_harness.compare import compared_files, read_document
+from spec_harness.drawing import THEMES
 
 
 def save(figure, out: Path, name: str, theme: str) -> str:
@@ -48,12 +49,12 @@ def compare(paths: list[Path], out: Path) -> int:
     """Two result files on the terminal and as a chart."""
     documents = [read_document(reachable(path, "--compare"), "--compare") for path in paths]
     try:
-        print(compared_files(*documents, (paths[0].name, paths[1].name)))
+        tell(compared_files(*documents, (paths[0].name, paths[1].name)))
         figures = {theme: plot_comparison(*documents, colours) for theme, colours in THEMES.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"--compare: rows that nothing can be compared by ({error!r}); measure again") from error
     drawn = [save(figure, out, f"compare_{documents[0]['experiment']}", theme) for theme, figure in figures.items()]
-    print(f"\n{len(drawn)} charts in {out}: {', '.join(drawn)}")
+    tell(f"\n{len(drawn)} charts in {out}: {', '.join(drawn)}")
     return 0
 
 
@@ -82,7 +83,7 @@ def main(argv=None) -> int:
         raise UserError(
             f"--results {args.results}: no result file with rows; run spec_bench.py and spec_precondition.py first"
         )
-    print(f"{len(drawn)} charts in {out}: {', '.join(drawn)}")
+    tell(f"{len(drawn)} charts in {out}: {', '.join(drawn)}")
     return 0
 
 

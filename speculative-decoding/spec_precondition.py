@@ -10,17 +10,17 @@ column, stays near 1.0x as tokens rise, speculation can pay here. If it climbs s
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 
-from spec_common import UserError, interval_text, paired_ratio, say
+from spec_common import UserError, interval_text, paired_ratio, say, tell
 
-from spec_cli import at_least, command, fraction, make_parser, reachable, whole_list
+from spec_cli import at_least, command, fraction, make_parser, whole_list
 from spec_harness import variants
+from spec_harness.advice import ESSAY_ALPHA, advise, assumed_alpha, free_up_to, verdict
 from spec_harness.carried import carried_seconds, check_layers
 from spec_harness.costs import (
-    DRAFT_PASSES,
+    DRAFT_READS,
     costs_of,
     device_limits,
     floor_s,
@@ -32,7 +32,6 @@ from spec_harness.costs import (
 from spec_harness.essay import FIGURES, essay_cost
 from spec_harness.options import add_draft_options, open_run
 from spec_harness.tables import fixed, markdown_table
-from spec_harness.theory import alpha_of_acceptance, best_k, ceiling, interpolated
 from spec_models.checks import check_room
 from spec_models.depth import Depth, first_layers
 from spec_models.find import EMBEDDED, SHIPPED_CONFIGS
@@ -41,7 +40,6 @@ from spec_models.load import linear_kind, load, load_random
 from spec_models.pairs import in_form, load_draft, pack
 
 TOKENS = (1, 2, 4, 8, 12, 16)
-NEARLY_FREE = 1.25  # the essay calls 1.15x a ride-along and 1.71x "running out"; between them, nearer the first
 
 
 def make_rows(seconds: dict, failed: dict, costs: dict, floors: dict[int, float]) -> list[dict]:
@@ -61,21 +59,11 @@ def make_rows(seconds: dict, failed: dict, costs: dict, floors: dict[int, float]
     return rows
 
 
-def free_up_to(rows: list[dict]) -> int:
-    """The last n, reading upwards from 1, whose pass costs no more than NEARLY_FREE."""
-    free = 1
-    for row in rows:
-        if row.get("v") is None or row["v"] > NEARLY_FREE:
-            break
-        free = row["tokens"]
-    return free
-
-
 def run(args, target, draft, others: dict, depth: Depth | None = None) -> tuple[list[dict], dict]:
     """Rows of the cost curve, and the summary: c, the device's limits and what they imply. With a `depth`, `target` holds
     twice its part, `others["part"]` the part, and what is told is carried on to the whole. Raises UserError."""
     models = [one for one in (target, draft) if one is not None]
-    ids = random_ids(models, args.context + max(*args.tokens, 2 * DRAFT_PASSES))
+    ids = random_ids(models, args.context + max(*args.tokens, DRAFT_READS))
     seconds, failed = pass_seconds(target, draft, ids, args.context, args.tokens, args.repeats, args.warmup, others)
     raw, parts = seconds, [others["part"], target] if depth else [target]
     told = depth.carried if depth else (lambda one: one)
@@ -99,73 +87,6 @@ def run(args, target, draft, others: dict, depth: Depth | None = None) -> tuple[
         "bandwidth_share": limit["read_s"] / costs["target_pass_s"],
     }  # fmt: skip
     return rows, summary
-
-
-ESSAY_ALPHA = alpha_of_acceptance(FIGURES["decode_k5_prose"]["acceptance"], FIGURES["setup"]["k"])
-ESSAYS = "the essay's: 72 % accepted of 5 proposed; give yours by --alpha or --from results/spec_bench.json"
-
-
-def assumed_alpha(args) -> tuple[float, str]:
-    """The alpha of the verdict and where it comes from. Raises UserError for a file that says none."""
-    if args.alpha is not None:
-        return args.alpha, "given"
-    if args.measured is None:
-        return ESSAY_ALPHA, ESSAYS
-    try:
-        path = reachable(args.measured, "--from")
-        alpha = json.loads(path.read_text(encoding="utf-8"))["summary"]["alpha_median"]
-        return float(alpha), f"measured in {path.name}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--from {args.measured.name}: no result file of spec_bench.py with an alpha in it; run that first"
-        ) from error
-
-
-def advise(rows: list[dict], c: float, alpha: float, source: str) -> dict | None:
-    """The best k and its predicted speedup; None where the costs are too noisy to be advice (a V below 1 with all of its
-    interval: a pass over more tokens does not take less time)."""
-    v = {row["tokens"]: row["v"] for row in rows if row.get("v") is not None}
-    if any(row.get("v_high") is not None and row["v_high"] < 1 for row in rows if row["tokens"] > 1):
-        return None
-    k, speedup = best_k(alpha, c, interpolated(v), max(v) - 1)
-    return {"best_k": k, "predicted_speedup": speedup, "assumed_alpha": alpha, "alpha_source": source, "c_used": c}
-
-
-def ridge_words(summary: dict) -> str:
-    ridge = f"n* = {summary['ridge_tokens']:.1f} tokens"
-    if summary["mixture"]:
-        return f"A mixture reads more experts for more tokens, so checking is never free; from {ridge} on arithmetic decides."
-    return f"Checking could be free up to {ridge}."
-
-
-def verdict(rows: list[dict], summary: dict, measured_c: bool) -> str:
-    """The words under the table."""
-    free, advice = summary["nearly_free_up_to"], summary["advice"]
-    lines = [
-        f"limits: {summary['read_bytes_per_s'] / 1e9:.1f} GB/s read, {summary['operations_per_s'] / 1e9:.0f} GFLOP/s. A pass reads "
-        f"{summary['read_bytes'] / 1e6:.0f} MB, so it takes {1000 * summary['read_s']:.1f} ms or more; the measured one reaches "
-        f"{100 * summary['bandwidth_share']:.0f} % of that bandwidth. {ridge_words(summary)}",
-        f"checking is nearly free (V <= {NEARLY_FREE}) up to {free} tokens."
-        if free > 1
-        else "checking is not nearly free for any block here.",
-    ]
-    if advice is None:
-        lines.append(
-            "no advice: a pass over more tokens took less time than one over one, so the machine was too busy."
-        )
-        return "\n".join(lines)
-    source = "measured" if measured_c else "the essay's; measure yours with --draft"
-    alpha = f"alpha {advice['assumed_alpha']:.2f} ({advice['alpha_source']})"
-    given = f"if c is {advice['c_used']:.2f} ({source}) and {alpha}"
-    if advice["best_k"]:
-        top = ceiling(advice["assumed_alpha"])
-        bound = f" (no k writes more than {top:.1f} tokens a pass at that alpha)" if top else ""
-        lines.append(
-            f"{given}, k = {advice['best_k']} would be best: {advice['predicted_speedup']:.2f}x predicted{bound}."
-        )
-    else:
-        lines.append(f"{given}, no k pays: do not speculate here.")
-    return "\n".join(lines)
 
 
 def cost_table(rows: list[dict], essay: bool) -> str:
@@ -206,7 +127,7 @@ def load_models(args, device, dtype):
     args.compared = compared_forms(args, model, kind)
     pack(args, model, drafts, kind)
     for one in [model, *drafts]:
-        check_room(one, args.context, max(*args.tokens, 2 * DRAFT_PASSES), "--context or --tokens")
+        check_room(one, args.context, max(*args.tokens, DRAFT_READS), "--context or --tokens")
     return model, drafts
 
 
@@ -281,6 +202,22 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
+def print_run(args, rows: list[dict], summary: dict) -> None:
+    """The tables, what a draft pass takes, the advice."""
+    essay = args.model == FIGURES["setup"]["target"] and not args.random_weights
+    carried = f", {summary['carried_on']}" if summary["carried_on"] else ""
+    tell(f"context {args.context}{carried}\n\n{cost_table(rows, essay)}")
+    for name, found in summary["compared"].items():
+        tell(f"\n{name} side by side\n\n{variants.table(found)}")
+        if name == "forms of pass":
+            tell(f"\n{variants.launch_line(found)}")
+    if summary["c"]:
+        interval = interval_text(summary["c_interval"]["low"], summary["c_interval"]["high"], 3)
+        ms = f"one draft pass {summary['draft_pass_ms']:.2f} ms"
+        tell(f"\n{ms}, c = {summary['c']:.3f}{f' ({interval})' if interval else ''}")
+    tell(f"\n{verdict(rows, summary, summary['c'] is not None)}\nresults in {args.results}")
+
+
 @command
 def main(argv=None) -> int:
     args = parse_args(argv)
@@ -306,18 +243,7 @@ def main(argv=None) -> int:
             for name, models in compared.items()
         }
         file.finish(summary)
-    essay = args.model == FIGURES["setup"]["target"] and not args.random_weights
-    carried = f", {depth.words}" if depth else ""
-    print(f"context {args.context}{carried}\n\n{cost_table(rows, essay)}")
-    for name, found in summary["compared"].items():
-        print(f"\n{name} side by side\n\n{variants.table(found)}")
-        if name == "forms of pass":
-            print(f"\n{variants.launch_line(found)}")
-    if draft:
-        interval = interval_text(summary["c_interval"]["low"], summary["c_interval"]["high"], 3)
-        ms = f"one draft pass {summary['draft_pass_ms']:.2f} ms"
-        print(f"\n{ms}, c = {summary['c']:.3f}{f' ({interval})' if interval else ''}")
-    print(f"\n{verdict(rows, summary, draft is not None)}\nresults in {args.results}")
+    print_run(args, rows, summary)
     return 0
 
 

@@ -12,7 +12,7 @@ import json
 import re
 from pathlib import Path
 
-from spec_common import HERE, UserError, judge_speed
+from spec_common import HERE, UserError, judge_speed, tell
 
 from spec_adaptive import CLOSE, by_text
 from spec_adaptive import table as adaptive_table
@@ -22,11 +22,12 @@ from spec_bench import verdict as bench_verdict
 from spec_cli import Help, Parser, command
 from spec_drafts import table as draft_table
 from spec_drafts import verdict as draft_verdict
+from spec_harness.advice import NEARLY_FREE
 from spec_harness.results import was_edited
 from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, what_it_does
 from spec_harness.variants import table as variants_table
 from spec_lookup import table as lookup_table
-from spec_precondition import NEARLY_FREE, cost_table
+from spec_precondition import cost_table
 from spec_sampling import table as sampling_table
 
 ROOT = HERE.parent
@@ -268,7 +269,7 @@ def main(argv=None) -> int:
             if not args.check:
                 page.write_text(new, encoding="utf-8")
     said = "not what the results say; run spec_report.py" if args.check else "rewritten"
-    print(f"{' and '.join(stale)}: {said}" if stale else "as the results say")
+    tell(f"{' and '.join(stale)}: {said}" if stale else "as the results say")
     return int(args.check and bool(stale))
 
 

@@ -16,7 +16,7 @@ import functools
 import math
 import statistics
 
-from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interleave, judge_speed
+from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interleave, judge_speed, tell
 
 from spec_cli import at_least, command, make_parser
 from spec_decode import check_exact, counts
@@ -240,13 +240,13 @@ def main(argv=None) -> int:
     with open_run(args, "spec_sampling", prompts) as (file, target, (draft,)):
         rows, laws = run(args, target, draft, prompts, file)
         file.finish({"temperatures": rows, "laws": laws})
-    print(
+    tell(
         f"k = {args.k}, top-k {args.top_k or 'off'}, top-p {args.top_p:g}, {args.n_tokens} tokens of {', '.join(name for name, _ in prompts)}\n"
     )
-    print(table(rows, args.wide) + "\n")
+    tell(table(rows, args.wide) + "\n")
     for row in rows:
-        print(f"temperature {row['temperature']:g}: {row['error'] or pays(row)}.")
-    print(
+        tell(f"temperature {row['temperature']:g}: {row['error'] or pays(row)}.")
+    tell(
         "\n".join(f"{law_line(row)}." for row in laws)
         + ("\n" if laws else "")
         + f"{check_claim(rows, laws)}\nresults in {args.results}"

@@ -19,7 +19,7 @@ import spec_precondition
 import spec_sampling
 import tiny
 from clock_world import Price, World
-from spec_harness import batches, costs
+from spec_harness import advice, batches, costs
 from spec_harness.batches import Requests, batch_costs, run_batches
 from spec_harness.reference import RoundLengths, reference_arms
 from spec_methods.policy import FixedK
@@ -84,40 +84,40 @@ def test_the_precondition_by_hand(world, monkeypatch):
 
 
 def free(*costs_: float | None) -> int:
-    return spec_precondition.free_up_to([{"tokens": n, "v": v} for n, v in zip((1, 2, 4, 8, 16), costs_, strict=False)])
+    return advice.free_up_to([{"tokens": n, "v": v} for n, v in zip((1, 2, 4, 8, 16), costs_, strict=False)])
 
 
 def test_nearly_free_ends_with_the_first_size_that_is_not():
     """Or that could not be measured: what lies behind a gap says nothing of the gap."""
     assert free(1.0, 1.1, 1.25, 1.26, 1.5) == 4 and free(1.0, 1.1, 1.6) == 2
     assert free(1.0, 1.1, 1.4, 1.2, 1.2) == 2 and free(1.0, None, 1.0) == 1
-    assert spec_precondition.NEARLY_FREE == 1.25, "of the essay's 1.15, a ride-along, and 1.71, running out"
+    assert advice.NEARLY_FREE == 1.25, "of the essay's 1.15, a ride-along, and 1.71, running out"
 
 
 def test_no_advice_reaches_past_what_was_measured():
     """Free passes and guesses that are nearly always right: the longest block that was timed, and none longer."""
     rows = [{"tokens": n, "v": 1.0, "v_high": 1.0} for n in (1, 2, 4, 8)]
-    found = spec_precondition.advise(rows, 0.0, 0.99, "given")
+    found = advice.advise(rows, 0.0, 0.99, "given")
     assert found["best_k"] == 7 and found["predicted_speedup"] == pytest.approx(sum(0.99**i for i in range(8)))
-    assert spec_precondition.advise([*rows[:3], {"tokens": 8, "v": 0.9, "v_high": 0.95}], 0.0, 0.99, "given") is None
+    assert advice.advise([*rows[:3], {"tokens": 8, "v": 0.9, "v_high": 0.95}], 0.0, 0.99, "given") is None
 
 
 def test_alpha_is_fed_where_alpha_is_wanted(tmp_path):
     """What was accepted of the proposed (72 % of five) is another number, and gives another best k."""
     args = spec_precondition.parse_args([])
-    assert spec_precondition.assumed_alpha(args)[0] == pytest.approx(0.89, abs=0.005)
+    assert advice.assumed_alpha(args)[0] == pytest.approx(0.89, abs=0.005)
     path = tmp_path / "bench.json"
     path.write_text(
         json.dumps({"summary": {"alpha_median": 0.625, "acceptance_rate": 0.4}, "rows": [{"acceptance_rate": 0.4}]})
     )
-    assert spec_precondition.assumed_alpha(spec_precondition.parse_args(["--from", str(path)])) == (
+    assert advice.assumed_alpha(spec_precondition.parse_args(["--from", str(path)])) == (
         0.625,
         "measured in bench.json",
     )
-    assert spec_precondition.assumed_alpha(spec_precondition.parse_args(["--alpha", "0.5"])) == (0.5, "given")
+    assert advice.assumed_alpha(spec_precondition.parse_args(["--alpha", "0.5"])) == (0.5, "given")
     path.write_text("{}")
     with pytest.raises(UserError, match="--from bench.json"):
-        spec_precondition.assumed_alpha(argparse.Namespace(alpha=None, measured=Path(path)))
+        advice.assumed_alpha(argparse.Namespace(alpha=None, measured=Path(path)))
 
 
 # --------------------------------------------------------------------------------------------------------------- bench
@@ -145,7 +145,7 @@ def cell(k: int, speedup: float, name: str = "one", **more) -> dict:
 
 
 def test_the_best_k_is_quoted_from_turns_that_did_not_choose_it():
-    found = [{"context": 8, "v": {"1": 1.0, "6": 1.2}, "c": 0.1}]
+    found = [{"context": 8, "v": {"1": 1.0, "6": 1.2}, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1}]
     sweep = [cell(1, 1.2), cell(3, 1.5), cell(5, 1.3)]
     summary = spec_bench.summarise(sweep, [cell(3, 1.25), cell(3, 9.0, "two"), cell(5, 1.4)], found)
     assert (summary["best_k"], summary["best_speedup"]) == (3, 1.25)
@@ -169,7 +169,14 @@ def test_no_timed_arm_of_the_drafts_looks_at_the_clock_on_its_way(looking):
     target, draft = pair(looking)
     task = tiny.task(target.model, n=8)
     args = argparse.Namespace(k=3, n_tokens=8, repeats=2, warmup=0, allow_near_ties=False)
-    found = {"v": {1: 1.0, 4: 76 / 64}, "c": 8 / 64, "c2": 9 / 64, "target_pass_s": 64.0}
+    found = {
+        "v": {1: 1.0, 4: 76 / 64},
+        "c": 8 / 64,
+        "c_first": 8 / 64,
+        "c_next": 8 / 64,
+        "c2": 9 / 64,
+        "target_pass_s": 64.0,
+    }
     row = spec_drafts.measure_drafts({draft.name: task}, [draft], args, {draft.name: found})["drafts"][draft.name]
     assert (
         row["baseline_s"] == row["baseline_again_s"] == [ALONE + 1] * 2 and row["speculative_s"] == [TOGETHER + 1] * 2
@@ -218,7 +225,7 @@ def test_transformers_look_up_is_timed_without_a_streamer(world, monkeypatch):
 
     monkeypatch.setattr(spec_decode, "interleave", quiet)
     args = spec_lookup.parse_args(["--methods", "lookup", "--repeats", "1", "--n-tokens", "8", "-k", "3"])
-    found = {"v": {1: 1.0, 4: 76 / 64}, "c": None, "c2": None, "target_pass_s": 64.0}
+    found = {"v": {1: 1.0, 4: 76 / 64}, "c": None, "c_first": None, "c_next": None, "c2": None, "target_pass_s": 64.0}
     row = spec_lookup.measure_method(tiny.task(target.model, (7, 8, 9, 7, 8), 8), target, None, "lookup", args, found)
     assert row["baseline_s"] == [ALONE] and row["prompt_lookup_s"][0] > 0
     assert row["speculative_s"] == [sum(60 + 4 * (n + 1) for n in row["proposed_lengths"])]
@@ -309,7 +316,14 @@ def test_a_text_with_an_excused_tie_is_not_called_exact(script, world, monkeypat
         monkeypatch.setattr(spec_decode, "run_speculative", lambda *given, **more: other(real(*given, **more)))
         row = spec_decode.measure(task, tiny.method(task, requests.draft, 3), args)
     elif script == "drafts":
-        found = {"v": {1: 1.0, 4: 76 / 64}, "c": 8 / 64, "c2": 9 / 64, "target_pass_s": 64.0}
+        found = {
+            "v": {1: 1.0, 4: 76 / 64},
+            "c": 8 / 64,
+            "c_first": 8 / 64,
+            "c_next": 8 / 64,
+            "c2": 9 / 64,
+            "target_pass_s": 64.0,
+        }
         row = spec_drafts.measure_drafts({"draft": task}, [draft], args, {"draft": found})["drafts"]["draft"]
     elif script == "sampling":
         row = spec_sampling.measure_seed(task, requests.draft, (0.0, 0, 1.0), 0, args)

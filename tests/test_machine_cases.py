@@ -11,9 +11,9 @@ import torch
 
 import spec_decode
 from spec_harness import machine
+from spec_harness.advice import advise
 from spec_harness.machine import environment
 from spec_harness.results import ResultFile
-from spec_precondition import advise
 
 CPU = torch.device("cpu")
 

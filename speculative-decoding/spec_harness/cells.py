@@ -9,7 +9,7 @@ from spec_common import ClaimFailed, UserError, first_line, is_out_of_memory, pa
 
 from spec_harness.arms import Method, Run, Task
 from spec_harness.costs import passes_within
-from spec_harness.theory import cost_speedup, forecast_speedup, leviathan_speedup, measured_v
+from spec_harness.theory import cost_speedup, drafting_cost, forecast_speedup, leviathan_speedup, measured_v
 from spec_methods.policy import FixedK
 
 ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
@@ -112,10 +112,10 @@ def accounted(counted: dict, costs: dict) -> float:
     verified = [length + 1 for length in counted["proposed_lengths"]]
     overhead = counted["overhead_s"] / counted["target_passes"] / costs["target_pass_s"]
     share = counted["baseline_overhead_share"]
-    c, c2 = costs["c"] or 0.0, costs.get("c2") or costs["c"] or 0.0
-    second = counted["draft_tokens_read"] - counted["draft_passes"]  # tokens read beyond the first of their pass
-    draft_cost = counted["draft_passes"] * c + second * (c2 - c)
-    return cost_speedup(counted["emitted"], draft_cost, verified, measured_v(costs), overhead, share / (1 - share))
+    passes, firsts = counted["draft_passes"], sum(length > 0 for length in counted["proposed_lengths"])
+    second = counted["draft_tokens_read"] - passes  # tokens read beyond the first of their pass
+    drafted = drafting_cost(costs, passes, min(firsts, passes), second)
+    return cost_speedup(counted["emitted"], drafted, verified, measured_v(costs), overhead, share / (1 - share))
 
 
 def forecast(row: dict, costs: dict) -> dict:

@@ -1,124 +1,46 @@
-"""The charts of single result files, each from the rows of one script; and what all of them share: themes, axes, caption."""
+"""The charts of single result files, each from the rows of one script, and two files of one script side by side."""
 
 from __future__ import annotations
 
 import statistics
 
 from spec_harness.compare import measured_cells
-
-THEMES = {
-    "light": {
-        "paper": "#ffffff",
-        "ink": "#1f2430",
-        "faint": "#c9cdd6",
-        "a": "#2a6fdb",
-        "b": "#e07a1f",
-        "c": "#2f9e5f",
-        "d": "#8a8f9c",
-    },
-    "dark": {
-        "paper": "#14171f",
-        "ink": "#e6e9f0",
-        "faint": "#3a404d",
-        "a": "#6ea8ff",
-        "b": "#f2a65a",
-        "c": "#63d297",
-        "d": "#9aa1b0",
-    },
-}
-SIZE = (8, 4.6)
+from spec_harness.drawing import (
+    SIZE,
+    above,
+    above_both,
+    axes,
+    bars,
+    caption,
+    curve,
+    even,
+    legend,
+    right_axis,
+)
 
 
-def caption(document: dict) -> str:
-    """Models, device and commit, for the foot of a chart."""
-    where, config = document["environment"], document["config"]
-    models = [config[name]["name"] for name in ("target", "draft", "model") if isinstance(config.get(name), dict)]
-    device = where["cpu_model"] if where["device"] == "cpu" else where["device_name"]
-    return f"{' + '.join(models)} · {device}, {where['threads']} threads · {where['dtype']} · commit {(where['git_commit'] or 'unknown')[:9]}"
-
-
-def axes(theme: dict, title: str, foot: str, x: str, y: str):
-    """A figure and its axes in the theme, the claim as the title."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["text.parse_math"] = False  # a model or a prompt file may be called x$_y$: names are no formulas
-    figure = Figure(figsize=SIZE, facecolor=theme["paper"], layout="constrained")
-    ax = figure.add_subplot(facecolor=theme["paper"])
-    ax.set_title(title, color=theme["ink"], loc="left", fontsize=12)
-    ax.set_xlabel(x, color=theme["ink"])
-    ax.set_ylabel(y, color=theme["ink"])
-    figure.supxlabel(foot, color=theme["d"], fontsize=7)
-    dress(ax, theme)
-    return figure, ax
-
-
-def dress(ax, theme: dict) -> None:
-    ax.tick_params(colors=theme["ink"])
-    ax.grid(axis="y", color=theme["faint"], linewidth=0.6)
-    ax.set_axisbelow(True)
-    for side, spine in ax.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(theme["faint"])
-
-
-def legend(ax, theme: dict, **where) -> None:
-    ax.legend(frameon=False, labelcolor=theme["ink"], fontsize=9, **where)
-
-
-def errors(rows: list[dict], name: str) -> list[list[float]] | None:
-    """Distances of the interval's ends from the median, as matplotlib wants them; None where there is no interval."""
-    if any(row[f"{name}_low"] is None for row in rows):
-        return None
-    return [[row[name] - row[f"{name}_low"] for row in rows], [row[f"{name}_high"] - row[name] for row in rows]]
+def rows_of(document: dict, part: str) -> list[dict]:
+    """The measured rows of one part of a file."""
+    return [row for row in document["rows"] if row.get("part") == part and not row["error"]]
 
 
 def plot_k_sweep(document: dict, theme: dict):
-    rows = [row for row in document["rows"] if row.get("part") == "k" and not row["error"]]
+    rows = rows_of(document, "k")
     if not rows:
         return None
-    ks, speeds = [row["k"] for row in rows], [row["speedup"] for row in rows]
+    ks = [row["k"] for row in rows]
     title = f"Guessing further ahead: {rows[0]['workload']}"
     figure, ax = axes(theme, title, caption(document), "k, guesses a round", "speedup")
-    ax.axhline(1, color=theme["d"], linewidth=1, linestyle=":")
-    ax.errorbar(ks, speeds, errors(rows, "speedup"), color=theme["a"], marker="o", capsize=3, label="speedup, measured")
-    foretold = [row["predicted_costs"] for row in rows]
-    ax.plot(ks, foretold, color=theme["a"], linestyle="--", linewidth=1, label="from counts and costs")
-    ax.set_ylim(bottom=0)
+    curve(ax, theme, ks, rows, "predicted_costs")
+    even(ax, theme)
     ax.set_xticks(ks)
-    passes = draw_passes(ax, rows, theme)
-    parts, names = (
-        [*one, *other]
-        for one, other in zip(ax.get_legend_handles_labels(), passes.get_legend_handles_labels(), strict=True)
-    )
-    above(figure, theme, 4, parts, names)
-    return figure
-
-
-def draw_passes(ax, rows: list[dict], theme: dict):
-    """The passes of both models over k, on an axis of their own to the right. Returns it."""
-    passes, ks = ax.twinx(), [row["k"] for row in rows]
+    passes = right_axis(ax, theme, "passes")
     for name, marker, colour in (("target", "s", "c"), ("draft", "^", "b")):
-        passes.plot(
-            ks,
-            [row[f"{name}_passes"] for row in rows],
-            color=theme[colour],
-            marker=marker,
-            markersize=4,
-            linewidth=1,
-            label=f"{name} passes (right)",
-        )
-    passes.set_ylabel("passes", color=theme["ink"])
+        made, label = [row[f"{name}_passes"] for row in rows], f"{name} passes (right)"
+        passes.plot(ks, made, color=theme[colour], marker=marker, markersize=4, linewidth=1, label=label)
     passes.set_ylim(bottom=0)
-    passes.tick_params(colors=theme["ink"])
-    for spine in passes.spines.values():
-        spine.set_visible(False)
-    return passes
-
-
-def above(figure, theme: dict, columns: int, *parts) -> None:
-    """The legend over the axes, where it covers no point."""
-    figure.legend(*parts, frameon=False, labelcolor=theme["ink"], fontsize=9, loc="outside upper center", ncols=columns)
+    above_both(figure, theme, ax, passes)
+    return figure
 
 
 def plot_costs(document: dict, theme: dict):
@@ -162,32 +84,14 @@ def plot_costs(document: dict, theme: dict):
 
 
 def plot_workloads(document: dict, theme: dict):
-    rows = [row for row in document["rows"] if row.get("part") == "workload" and not row["error"]]
+    rows = rows_of(document, "workload")
     if not rows:
         return None
     names, ks = list(dict.fromkeys(row["workload"] for row in rows)), list(dict.fromkeys(row["k"] for row in rows))
     figure, ax = axes(theme, "Speedup by what is written", caption(document), "", "speedup")
-    ax.axhline(1, color=theme["d"], linewidth=1, linestyle=":")
-    width = 0.8 / len(ks)
-    for i, k in enumerate(ks):
-        mine = [row for row in rows if row["k"] == k]
-        places = [names.index(row["workload"]) + (i - (len(ks) - 1) / 2) * width for row in mine]
-        ax.bar(
-            places,
-            [row["speedup"] for row in mine],
-            width * 0.92,
-            yerr=errors(mine, "speedup"),
-            color=theme["ab"[i % 2]],
-            ecolor=theme["ink"],
-            capsize=3,
-            label=f"k = {k}",
-        )
-        for place, row in zip(places, mine, strict=True):
-            text = "alpha\n-" if row["alpha"] is None else f"alpha\n{row['alpha']:.2f}"
-            ax.annotate(
-                text, (place, 0), (0, 4), textcoords="offset points", color=theme["paper"], fontsize=8, ha="center"
-            )
-    ax.set_xticks(range(len(names)), names)
+    series = [(f"k = {k}", "ab"[i % 2], [row for row in rows if row["k"] == k]) for i, k in enumerate(ks)]
+    bars(ax, theme, names, series, "workload")
+    even(ax, theme)
     above(figure, theme, 2)
     return figure
 
@@ -215,6 +119,73 @@ def plot_time(document: dict, theme: dict):
     ax.axhline(plain, color=theme["ink"], linewidth=1, linestyle=":", label="the target alone")
     ax.set_xticks(places, [str(row["k"]) for row in rows])
     legend(ax, theme, loc="upper left")
+    return figure
+
+
+def plot_lookup(document: dict, theme: dict):
+    rows = rows_of(document, "look-up")
+    if not rows:
+        return None
+    names = list(dict.fromkeys(row["text"] for row in rows))
+    figure, ax = axes(theme, "Copying from the text: look-up beside the draft model", caption(document), "", "speedup")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    shown = [(method, "abc"[i], [{**row, "alpha": None} for row in rows if row["method"] == method]) for i, method in enumerate(methods)]  # fmt: skip
+    bars(ax, theme, names, shown, "text")
+    even(ax, theme)
+    above(figure, theme, 3)
+    return figure
+
+
+def plot_policies(document: dict, theme: dict):
+    """Every policy beside the best of the fixed k of that text, which nobody knows beforehand."""
+    rows = document["summary"].get("arms") or []  # none yet in an interrupted run
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    fixed = [row for row in rows if row["arm"].startswith("k = ")]
+    if not fixed:
+        return None
+    best = [max((row for row in fixed if row["text"] == text), key=lambda row: row["speedup"]) for text in texts]
+    names = {"heuristic": "c", "confidence": "b", "cost": "a"}
+    series = [("best fixed k", "d", best), *((name, colour, [row for row in rows if row["arm"] == name]) for name, colour in names.items())]  # fmt: skip
+    figure, ax = axes(theme, "How far to look ahead: policies", caption(document), "", "speedup")
+    bars(ax, theme, texts, series, "text")
+    even(ax, theme)
+    above(figure, theme, 4)
+    return figure
+
+
+def plot_sampling(document: dict, theme: dict):
+    rows = [row for row in document["summary"].get("temperatures") or [] if not row["error"]]
+    if not rows:
+        return None
+    heats = [row["temperature"] for row in rows]
+    figure, ax = axes(theme, "Sampling: what a higher temperature costs", caption(document), "temperature", "speedup")
+    curve(ax, theme, heats, rows)
+    even(ax, theme)
+    ax.set_xticks(heats)
+    rates = right_axis(ax, theme, "share of judged guesses")
+    for name, label, style in (("alpha", "alpha (right)", "-"), ("expected_alpha", "overlap of the laws (right)", "--")):
+        known = [(row["temperature"], row[name]) for row in rows if row.get(name) is not None]
+        rates.plot(*zip(*known, strict=True), color=theme["b"], linestyle=style, linewidth=1, label=label) if known else None
+    rates.set_ylim(0, 1.05)
+    above_both(figure, theme, ax, rates)
+    return figure
+
+
+def plot_batches(document: dict, theme: dict):
+    rows = rows_of(document, "batch")
+    if not rows:
+        return None
+    places, title = range(len(rows)), "The same requests in batches"
+    figure, ax = axes(theme, title, caption(document), "requests in a batch", "speedup")
+    curve(ax, theme, places, rows, "predicted")
+    even(ax, theme)
+    ax.set_xticks(places, [str(row["batch"]) for row in rows])
+    rates = right_axis(ax, theme, "tokens a second")
+    for name, label, colour in (("baseline", "alone", "d"), ("speculative", "with draft", "c")):
+        made = [row[f"{name}_tokens_per_s"] for row in rows]
+        rates.plot(places, made, color=theme[colour], marker="s", markersize=4, linewidth=1, label=f"{label} (right)")
+    rates.set_ylim(bottom=0)
+    above_both(figure, theme, ax, rates)
     return figure
 
 
@@ -251,4 +222,8 @@ CHARTS = {
     "costs": ("spec_precondition", plot_costs),
     "workloads": ("spec_bench", plot_workloads),
     "time": ("spec_bench", plot_time),
+    "lookup": ("spec_lookup", plot_lookup),
+    "policies": ("spec_adaptive", plot_policies),
+    "sampling": ("spec_sampling", plot_sampling),
+    "batches": ("spec_batch", plot_batches),
 }

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from spec_common import UserError, interval_text
 
-from spec_harness.results import lasting
+from spec_harness.results import lasting, was_edited
 from spec_harness.tables import fixed, markdown_table
 
 CELL = (
@@ -58,6 +58,8 @@ def read_document(path: Path, flag: str) -> dict:
     whole = isinstance(document, dict) and all(isinstance(document.get(part), kind) for part, kind in parts.items())
     if not whole or not all(isinstance(row, dict) for row in document["rows"]):
         raise UserError(f"{flag} {path.name}: not a result file; measure again")
+    if "measured_sha256" in document and was_edited(document):
+        raise UserError(f"{flag} {path.name}: its rows or summary were edited after they were measured; measure again")
     return document
 
 

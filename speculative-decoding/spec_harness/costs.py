@@ -15,7 +15,8 @@ import torch
 from spec_loop import forward, keep_slots, new_cache
 from spec_models import linear as cpu_linear
 
-DRAFT_PASSES = 4  # draft passes are timed so many in a row, as a round runs them
+DRAFT_PASSES = 4  # draft passes are timed so many in a row behind a pass of the target, as a round runs them
+DRAFT_READS = DRAFT_PASSES + 1  # and read so many tokens at most
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
 SQUARE = {"cpu": 2048}  # side of the matrix product that measures the arithmetic rate; 4096 elsewhere
 LIMIT_TRIES = 8
@@ -36,7 +37,7 @@ def inside_limit(context: int, sizes: list[int], limit: int | None) -> tuple[int
     if limit is None:
         return context, sizes
     sizes = [n for n in sizes if n == 1 or n < limit]
-    return max(1, min(context, limit - max(sizes[-1], 2 * DRAFT_PASSES))), sizes
+    return max(1, min(context, limit - max(sizes[-1], DRAFT_READS))), sizes
 
 
 @contextlib.contextmanager
@@ -68,17 +69,32 @@ def timed_pass(model, ids: torch.Tensor, cache, context: int, n: int) -> Timed:
     return run
 
 
-def timed_draft(model, ids: torch.Tensor, cache, context: int, read: int = 1) -> Timed:
-    """Seconds of one draft pass over `read` tokens and one row of logits: the median of a few in a row, each on the clock
-    as a target pass is."""
+def timed_draft(model, ids: torch.Tensor, cache, context: int, ahead: Callable[[], object], read: int = 1) -> Timed:
+    """A round's draft passes, each on the clock as a target pass is: what they come to is a list of seconds. `ahead`, a pass
+    of the target, comes before them, since it leaves the draft's weights in no cache: the first passes are slower than the
+    others. The first reads `read` tokens, each other one its own guess."""
+    ahead()
     seconds = []
-    for _ in range(DRAFT_PASSES):
+    for n in (read, *[1] * (DRAFT_PASSES - 1)):
         start = cache.get_seq_length()
         seconds.append(
-            timed(lambda start=start: forward(model, ids[:, start : start + read], cache), ids.device).seconds
+            timed(lambda start=start, n=n: forward(model, ids[:, start : start + n], cache), ids.device).seconds
         )
     keep_slots(cache, context)
-    return Timed(None, statistics.median(seconds))
+    return Timed(seconds, sum(seconds))
+
+
+def by_place(samples: dict) -> dict:
+    """Raw seconds by name from what the turns of `pass_seconds` gave. Of the draft's passes: "draft", one of a round, all
+    places alike; "draft first", that behind the target's pass; "draft next", one of those after it; "draft 2", a first
+    one that reads two tokens, as it does where all guesses stood."""
+    found = {name: [run.seconds for run in runs] for name, runs in samples.items() if name not in ("draft", "draft 2")}
+    if "draft" in samples:
+        one, two = ([run.result for run in samples[name]] for name in ("draft", "draft 2"))
+        found["draft"] = [statistics.fmean(row) for row in one]
+        found["draft first"], found["draft 2"] = ([row[0] for row in rows] for rows in (one, two))
+        found["draft next"] = [statistics.fmean(row[1:]) for row in one]
+    return found
 
 
 def pass_seconds(
@@ -92,17 +108,16 @@ def pass_seconds(
     others: dict | None = None,
     flag: str = "--context",
 ) -> tuple[dict, dict]:
-    """Raw seconds of passes in turns: {n: [...], "draft": [...], "draft 2": [...]} (a draft pass over one token, and over
-    two), and {n: error} of sizes that ran out of memory, or fail.
+    """Raw seconds of passes in turns: {n: [...]} and those of the draft, see `by_place`; and {n: error} of sizes that ran out
+    of memory, or fail.
 
     `ids` is (1, context + the largest size or more). `others`, name -> another form of the target, are timed in the same
     turns, as {(name, n): [...]}. Raises UserError where not even one token can be read; `flag`: what to lower then.
     """
     with passes_within(ids.shape[1], flag):
         arms, failed = target_arms(target, ids, context, sizes)
-        arms |= other_arms(draft, others or {}, ids, context, list(arms))
-        samples = interleave(arms, repeats, warmup)
-    return {name: [run.seconds for run in runs] for name, runs in samples.items()}, failed
+        arms |= other_arms(others or {}, ids, context, list(arms)) | draft_arms(draft, ids, context, arms)
+        return by_place(interleave(arms, repeats, warmup)), failed
 
 
 def target_arms(target, ids: torch.Tensor, context: int, sizes: list[int]) -> tuple[dict, dict]:
@@ -116,7 +131,9 @@ def target_arms(target, ids: torch.Tensor, context: int, sizes: list[int]) -> tu
         except (IndexError, RuntimeError, ValueError) as error:
             out = is_out_of_memory(error)
             if n == 1 and out:
-                raise UserError("--model: out of memory in a pass over one token; choose a smaller model or context") from error
+                raise UserError(
+                    "--model: out of memory in a pass over one token; choose a smaller model or context"
+                ) from error
             if n == 1:
                 raise
             caches["target"] = warm_cache(target, ids, context)
@@ -124,18 +141,22 @@ def target_arms(target, ids: torch.Tensor, context: int, sizes: list[int]) -> tu
     return arms, failed
 
 
-def other_arms(draft, others: dict, ids: torch.Tensor, context: int, sizes: list[int]) -> dict:
-    """What is timed beside the target: its other forms as (name, n), and the draft's passes over one token and two."""
-    arms, caches = {}, {}
+def other_arms(others: dict, ids: torch.Tensor, context: int, sizes: list[int]) -> dict:
+    """{(name, n): a pass} of the target's other forms, timed beside it."""
+    arms = {}
     for name, other in others.items():
-        caches[name] = warm_cache(other, ids, context)
-        run = functools.partial(timed_pass, other, ids, caches[name], context)
+        run = functools.partial(timed_pass, other, ids, warm_cache(other, ids, context), context)
         arms.update({(name, n): functools.partial(run, n) for n in sizes})
-    if draft is not None:
-        caches["draft"] = warm_cache(draft, ids, context)
-        for name, read in (("draft", 1), ("draft 2", 2)):
-            arms[name] = functools.partial(timed_draft, draft, ids, caches["draft"], context, read)
     return arms
+
+
+def draft_arms(draft, ids: torch.Tensor, context: int, target: dict) -> dict:
+    """The draft's passes, behind a pass over the middle one of the target's sizes; the first reads one token, or two."""
+    if draft is None:
+        return {}
+    ahead = target[sorted(target)[len(target) // 2]]
+    run = functools.partial(timed_draft, draft, ids, warm_cache(draft, ids, context), context, ahead)
+    return {"draft": run, "draft 2": functools.partial(run, 2)}
 
 
 @torch.inference_mode()
@@ -154,20 +175,23 @@ def linear_seconds(model, n: int, tries: int) -> list[float]:
     return [timed(multiply, model.device).seconds for _ in range(tries)]
 
 
+DRAFT_COSTS = {"c": "draft", "c_first": "draft first", "c_next": "draft next", "c2": "draft 2"}
+
+
 def costs_of(seconds: dict) -> dict:
-    """V(n), c and c2 (a draft pass that reads two tokens) as medians of ratios paired by turn, with intervals, from what
-    `pass_seconds` gave (with n = 1)."""
+    """V(n) and what a draft pass costs (c, and by place as `by_place` tells them apart) as medians of ratios paired by turn,
+    with intervals, from what `pass_seconds` gave (with n = 1)."""
     one = seconds[1]
     v = {n: paired_ratio(values, one) for n, values in seconds.items() if isinstance(n, int)}
-    c, c2 = (paired_ratio(seconds[name], one) if name in seconds else None for name in ("draft", "draft 2"))
-    return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "c2": c2 and c2["median"],
-            "v_intervals": v, "c_interval": c, "target_pass_s": statistics.median(one)}  # fmt: skip
+    drafts = {name: paired_ratio(seconds[arm], one) if arm in seconds else None for name, arm in DRAFT_COSTS.items()}
+    return {"v": {n: cost["median"] for n, cost in v.items()}, **{name: cost and cost["median"] for name, cost in drafts.items()},
+            "v_intervals": v, "c_interval": drafts["c"], "target_pass_s": statistics.median(one)}  # fmt: skip
 
 
 def measured_costs(target, draft, context: int, ks: list[int], limit: int | None) -> dict:
     """What passes cost at that context, for the k in `ks`: raw seconds and `costs_of` them."""
     context, sizes = inside_limit(context, sorted({1, 2, *(k + 1 for k in ks)}), limit)
-    length = context + max(sizes[-1], 2 * DRAFT_PASSES)
+    length = context + max(sizes[-1], DRAFT_READS)
     ids = random_ids([model for model in (target, draft) if model is not None], length)
     seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP, flag="--n-tokens")
     return {"context": context, **costs_of(seconds), "seconds": {str(name): values for name, values in seconds.items()},
@@ -187,22 +211,25 @@ def measure_costs(file, tasks: list, draft, ks: list[int]) -> list[dict]:
 
 
 def costs_at(rows: list[dict], context: int) -> dict:
-    """v, c, c2 and target_pass_s at a context: on the straight line through those measured (a pass is affine in the
-    tokens that its attention reads)."""
-    if len(rows) == 1 or rows[0]["context"] == rows[-1]["context"]:
-        return rows[0]
+    """v, the draft's costs and target_pass_s at a context: the seconds on the straight line through those measured (a pass
+    is affine in the tokens that its attention reads), and the ratios of those."""
     low, high = rows[0], rows[-1]
+    if low["context"] == high["context"]:
+        return low
     share = (context - low["context"]) / (high["context"] - low["context"])
+    weights = (1 - share) * low["target_pass_s"], share * high["target_pass_s"]
+    one = sum(weights)
 
     def between(a, b):
-        return None if a is None else a + share * (b - a)
+        return None if a is None else (weights[0] * a + weights[1] * b) / one
 
     ends = [{int(n): value for n, value in row["v"].items()} for row in (low, high)]  # a file's keys are strings
     v = {n: between(value, ends[1][n]) for n, value in ends[0].items() if n in ends[1]}
     return {
         "context": context,
         "v": v,
-        **{name: between(low[name], high[name]) for name in ("c", "c2", "target_pass_s")},
+        "target_pass_s": one,
+        **{name: between(low[name], high[name]) for name in DRAFT_COSTS},
     }
 
 

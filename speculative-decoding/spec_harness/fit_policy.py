@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from spec_common import HERE, UserError
+from spec_common import HERE, UserError, tell
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from spec_harness.options import add_task_options, make_task, open_run
 from spec_harness.prompts import read_prompts
 from spec_harness.replay import Recording, cheapest_way, on_one_ruler, record, replay
 from spec_harness.tables import fixed, markdown_table, progress
-from spec_harness.theory import measured_v
+from spec_harness.theory import measured_v, pass_costs
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, FixedK, make_policy
 from workloads import WORKLOADS
 
@@ -84,8 +84,9 @@ def oracle_speed(rows: list[dict], k: int, costs: list[dict]) -> float:
 def compared_policies(sets: dict[str, list[dict]], k: int, costs: list[dict]) -> list[dict]:
     """A row for each fixed k, each policy and the oracle: the speedup on each set of texts."""
     middle = near_costs(costs, 0)
+    c, first = pass_costs(middle)
     arms = {f"k = {n}": FixedK(n) for n in range(1, k + 1)}
-    arms |= {name: make_policy(name, k, middle["c"] or 0.0, measured_v(middle), overhead=LOOP_OVERHEAD) for name in POLICIES[1:]}  # fmt: skip
+    arms |= {name: make_policy(name, k, c, measured_v(middle), overhead=LOOP_OVERHEAD, first=first) for name in POLICIES[1:]}
     table = []
     for arm, policy in arms.items():
         row = {"arm": arm}
@@ -153,10 +154,10 @@ def main(argv=None) -> int:
         file.finish({"fit": fit, "policies": rows})
     columns = [("arm", "k policy", str), *((name, name, fixed(3, "x")) for name in (FIT, CHECK, "all", *WORKLOADS))]
     places = ", ".join(f"{constant:.2f}" for constant in fit["places"])
-    print(
+    tell(
         f"log-odds of a right guess: {fit['slope']:.2f} times the draft's own, and by place {places} ({fit['guesses']} guesses)\n\n{markdown_table(rows, columns)}"
     )
-    print(f"results in {args.results}")
+    tell(f"results in {args.results}")
     return 0
 
 

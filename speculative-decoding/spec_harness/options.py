@@ -7,14 +7,14 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from spec_common import UserError, dtype_name, remark
+from spec_common import UserError, dtype_name, remark, tell
 
 from spec_cli import at_least, fraction, reachable, set_up
 from spec_harness.arms import Task
 from spec_harness.machine import BUSY, environment
 from spec_harness.prompts import read_prompts
 from spec_harness.results import ResultFile, settings
-from spec_harness.theory import measured_v
+from spec_harness.theory import measured_v, pass_costs
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
 from spec_models.checkpoint import overridden
@@ -95,7 +95,8 @@ def check_policy(args) -> None:
 
 def policy_of(args, k: int, costs: dict):
     """The k policy asked for; `costs` as `costs_at` gives them, which only 'cost' looks at."""
-    return make_policy(args.k_policy, k, costs["c"] or 0.0, measured_v(costs), args.confidence, LOOP_OVERHEAD)
+    c, first = pass_costs(costs)
+    return make_policy(args.k_policy, k, c, measured_v(costs), args.confidence, LOOP_OVERHEAD, first)
 
 
 def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WORKLOAD) -> None:
@@ -206,8 +207,8 @@ def open_run(args, name: str, prompts: list[tuple[str, str]] = (), load=load_one
     config = settings(args, target=target.about, draft=about[0] if len(about) == 1 else None, drafts=about,
                       generation_config_overridden=overridden(target.model), **more)  # fmt: skip
     names = [target.name, *(form(draft) for draft in drafts)]
-    print(
-        f"{' + '.join(names)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}\n", flush=True
+    tell(
+        f"{' + '.join(names)}, {device}, {dtype_name(dtype)}, linear layers: {target.about['cpu_linear']}\n"
     )
     where = environment(device, dtype, target.model)
     if device.type == "cpu" and where["cpu_busy"] > BUSY:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from spec_harness.arms import Task
-from spec_harness.theory import cost_speedup, measured_v
+from spec_harness.theory import cost_speedup, drafting_cost, measured_v
 from spec_loop import Budget, prefill
 from spec_methods.policy import LOOP_OVERHEAD
 
@@ -61,11 +61,13 @@ def replay(recording: Recording, policy) -> dict:
 def cheapest_way(runs: list[int], k: int, costs: dict) -> float:
     """The speedup of the best k of every round in hindsight: the cheapest way through the text by dynamic programming, where
     a round at a place may keep any number of guesses that are right there, up to k."""
-    v, n, c = measured_v(costs), len(runs), costs["c"] or 0.0
+    v, n = measured_v(costs), len(runs)
     left = [0.0] * (n + 1)
     for place in range(n - 1, -1, -1):
         blocks = range(min(runs[place], k, n - place - 1) + 1)
-        left[place] = min(m * c + v(m + 1) + LOOP_OVERHEAD + left[place + m + 1] for m in blocks)
+        left[place] = min(
+            drafting_cost(costs, m, min(m, 1)) + v(m + 1) + LOOP_OVERHEAD + left[place + m + 1] for m in blocks
+        )
     return n * (1 + LOOP_OVERHEAD) / left[0]
 
 
@@ -73,5 +75,6 @@ def on_one_ruler(row: dict, costs: dict) -> float:
     """The speedup that an arm's counted rounds come to at the costs and overhead that the oracle is given: the only ruler
     that both can be laid on."""
     verified = [length + 1 for length in row["proposed_lengths"]]
-    drafted = row["draft_passes"] * (costs["c"] or 0.0)
+    firsts = sum(length > 0 for length in row["proposed_lengths"])
+    drafted = drafting_cost(costs, row["draft_passes"], min(firsts, row["draft_passes"]))
     return cost_speedup(row["emitted"], drafted, verified, measured_v(costs), LOOP_OVERHEAD, LOOP_OVERHEAD)

@@ -9,7 +9,7 @@ id, how far that lay below the best, and what is allowed; in units of the best l
 
 from __future__ import annotations
 
-from spec_common import UserError, dtype_name
+from spec_common import UserError, dtype_name, tell
 
 import torch
 import transformers
@@ -108,7 +108,7 @@ def main(argv=None) -> int:
                 file.add(row)
         over = [row for row in file.rows if row["below_largest"] > row["allowed_least"]]
         file.finish({"below_largest": max(row["below_largest"] for row in file.rows), "not_allowed": len(over)})
-    print(
+    tell(
         f"in units of the best logit's last place\n\n{markdown_table(file.rows, COLUMNS)}\n\nresults in {args.results}"
     )
     return int(bool(over))

@@ -54,17 +54,29 @@ def cost_speedup(
     return tokens * (1 + plain_overhead) / spent
 
 
+def drafting_cost(costs: dict, passes: float, firsts: float, second: float = 0.0) -> float:
+    """What draft passes take, in target passes over one token: `firsts` of the `passes` come right behind a pass of the
+    target, `second` of those read two tokens. `costs` as `costs_at` gives them; 0 where no model drafts."""
+    if not costs["c"]:
+        return 0.0
+    return firsts * costs["c_first"] + (passes - firsts) * costs["c_next"] + second * (costs["c2"] - costs["c_first"])
+
+
+def pass_costs(costs: dict) -> tuple[float, float]:
+    """What a draft pass of a round costs, and what the round's first one costs beyond that; 0 where no model drafts."""
+    return (costs["c_next"], costs["c_first"] - costs["c_next"]) if costs["c"] else (0.0, 0.0)
+
+
 def forecast_speedup(
     alpha: float, k: int, passes: int, costs: dict, overhead: float = 0.0, plain_overhead: float = 0.0
 ) -> float:
-    """The measured-cost form for rounds that nobody has seen: E / (passes c + alpha^k (c2 - c) + V(k+1) + o).
+    """The measured-cost form for rounds that nobody has seen: E / (drafting + V(k+1) + o).
 
     `passes`: draft passes a round. `costs` as `costs_at` gives them; where all k guesses stood and the draft has not read the
-    last one (passes = k), its next pass reads two tokens and costs c2. The overheads as in `cost_speedup`.
+    last one (passes = k), its next pass reads two tokens. The overheads as in `cost_speedup`.
     """
-    c = costs["c"] or 0.0
-    second = alpha**k * ((costs.get("c2") or c) - c) if passes == k else 0.0
-    spent = passes * c + second + measured_v(costs)(k + 1) + overhead
+    drafting = drafting_cost(costs, passes, min(passes, 1), alpha**k if passes == k else 0.0)
+    spent = drafting + measured_v(costs)(k + 1) + overhead
     return expected_tokens(alpha, k) * (1 + plain_overhead) / spent
 
 

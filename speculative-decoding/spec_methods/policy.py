@@ -74,16 +74,16 @@ class Confidence(FixedK):
 class Cost(FixedK):
     """The k of the most expected tokens per second, from the measured costs and the acceptance seen so far.
 
-    A block of m guesses takes T(m) = m c + V(m+1) + o target passes and writes E(m) = 1 + a_1 + a_1 a_2 + ... tokens (Leviathan
-    et al., equation 1, with an acceptance for each guess). Over many rounds the speed is the sum of the E over the sum of the T,
+    A block of m guesses takes T(m) = m c + f + V(m+1) + o target passes (f: what its first draft pass costs beyond c) and
+    writes E(m) = 1 + a_1 + a_1 a_2 + ... tokens (Leviathan et al., equation 1, with an acceptance for each guess). Over many rounds the speed is the sum of the E over the sum of the T,
     so a block is worth E(m) - rate T(m) (renewal reward): `rate`, what time brings elsewhere, is the best E / T under the
     running alpha. A guess that is made counts with the acceptance that its confidence promises; those behind it with the
     running alpha. Drafting ends where no longer block is worth more than the one in hand; a round without guesses is one of
     the choices.
     """
 
-    def __init__(self, k: int, c: float, v: Callable[[int], float], overhead: float = 0.0):
-        self.passes = [m * c + v(m + 1) + overhead for m in range(k + 1)]
+    def __init__(self, k: int, c: float, v: Callable[[int], float], overhead: float = 0.0, first: float = 0.0):
+        self.passes = [m * c + (first if m else 0.0) + v(m + 1) + overhead for m in range(k + 1)]
         super().__init__(k)
 
     def begin(self) -> None:
@@ -144,9 +144,16 @@ class Cost(FixedK):
 
 
 def make_policy(
-    name: str, k: int, c: float, v: Callable[[int], float], threshold: float = THRESHOLD, overhead: float = 0.0
+    name: str,
+    k: int,
+    c: float,
+    v: Callable[[int], float],
+    threshold: float = THRESHOLD,
+    overhead: float = 0.0,
+    first: float = 0.0,
 ):
-    """A fresh policy by its name; `k` is the most it may ask for. `c`, `v` and `overhead` as spec_costs measures them."""
+    """A fresh policy by its name; `k` is the most it may ask for. What only `cost` looks at, in target passes over one token:
+    `c` a draft pass, `first` what a block's first one costs beyond that, `v(n)` a target pass over n, `overhead` the loop's."""
     if name == "cost":
-        return Cost(k, c, v, overhead)
+        return Cost(k, c, v, overhead, first)
     return {"fixed": FixedK, "heuristic": Schedule}[name](k) if name != "confidence" else Confidence(k, threshold)

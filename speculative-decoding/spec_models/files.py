@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 
-from spec_common import HERE, UserError
+from spec_common import HERE, UserError, tell
 
 import psutil
 import torch
@@ -199,7 +199,7 @@ def main(argv=None) -> int:
         raise UserError(f"{args.folder}: already there; name a new folder")
     transformers.logging.disable_progress_bar()
     target = ensure_target()
-    print(f"{args.draft} is in {unpack_draft(path, target, target, args.folder)}")
+    tell(f"{args.draft} is in {unpack_draft(path, target, target, args.folder)}")
     return 0
 
 

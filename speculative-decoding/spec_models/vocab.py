@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from spec_common import HERE, UserError
+from spec_common import HERE, UserError, tell
 
 import torch
 from safetensors.torch import load_file
@@ -151,9 +151,9 @@ def main(argv=None) -> int:
         document["tokens_counted"] += earlier["tokens_counted"]
         document["ids"] = joined(earlier["ids"], seen)
     args.out.write_text(json.dumps(document) + "\n")
-    print(f"{len(document['ids'])} ids of {document['tokens_counted']} tokens in {args.out.name}")
+    tell(f"{len(document['ids'])} ids of {document['tokens_counted']} tokens in {args.out.name}")
     for size in (1024, 2048, 4096, 8192, 16384):
-        print(f"the first {size} are {sum(counts[token] for token in seen[:size]) / counts.total():.2%} of them")
+        tell(f"the first {size} are {sum(counts[token] for token in seen[:size]) / counts.total():.2%} of them")
     return 0
 
 

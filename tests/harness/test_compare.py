@@ -7,8 +7,9 @@ import json
 import pytest
 
 import spec_plot
-from spec_harness.charts import THEMES, plot_comparison
+from spec_harness.charts import plot_comparison
 from spec_harness.compare import compared_files, differences, measured_cells
+from spec_harness.drawing import THEMES
 
 
 def document(rows, experiment="spec_bench", dtype="float32", **config) -> dict:

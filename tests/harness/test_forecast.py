@@ -11,7 +11,14 @@ import spec_bench
 from spec_harness.cells import forecast, round_seconds
 from spec_harness.theory import cost_speedup, expected_tokens, forecast_speedup, interpolated
 
-COSTS = {"c": 0.1, "c2": 0.13, "v": {"1": 1.0, "2": 1.1, "4": 1.3}, "target_pass_s": 0.02}
+COSTS = {
+    "c": 0.11,
+    "c_first": 0.12,
+    "c_next": 0.1,
+    "c2": 0.15,
+    "v": {"1": 1.0, "2": 1.1, "4": 1.3},
+    "target_pass_s": 0.02,
+}
 
 
 def world(
@@ -19,7 +26,7 @@ def world(
 ) -> dict:
     """The row of a run of full rounds whose every second is COSTS' own: a pass over one token takes 0.02 s."""
     v = interpolated({int(n): cost for n, cost in COSTS["v"].items()})
-    passes = [(k + (loop == "essay")) * 0.1 + v(k + 1) + overhead for _ in accepted]
+    passes = [(k + (loop == "essay")) * 0.1 + 0.02 + v(k + 1) + overhead for _ in accepted]
     if loop == "lean":
         passes = [cost + 0.03 * (at > 0 and accepted[at - 1] == k) for at, cost in enumerate(passes)]
     emitted = [kept + 1 for kept in accepted]
@@ -35,15 +42,15 @@ def test_a_forecast_by_hand():
     found = forecast(world([3, 0, 1, 2]), COSTS)
     alpha = 4 / 5
     assert found["forecast_alpha"] == alpha
-    spent = 3 * 0.1 + alpha**3 * 0.03 + 1.3 + 0.05
+    spent = 3 * 0.1 + 0.02 + alpha**3 * 0.03 + 1.3 + 0.05
     assert found["forecast"] == pytest.approx((1 + alpha + alpha**2 + alpha**3) / spent)
-    assert found["forecast_came"] == pytest.approx(4 / (2 * (0.3 + 1.3 + 0.05) + 0.03))
+    assert found["forecast_came"] == pytest.approx(4 / (2 * (0.32 + 1.3 + 0.05) + 0.03))
     assert found["forecast_error"] == pytest.approx(found["forecast"] - found["forecast_came"])
 
 
 def test_the_essays_loop_takes_a_pass_more_and_none_that_reads_two():
     found = forecast(world([3, 0, 1, 2], loop="essay"), COSTS)
-    assert found["forecast"] == pytest.approx(expected_tokens(0.8, 3) / (0.4 + 1.3 + 0.05))
+    assert found["forecast"] == pytest.approx(expected_tokens(0.8, 3) / (0.42 + 1.3 + 0.05))
 
 
 def test_what_the_other_rounds_kept_is_not_known_to_the_forecast():
@@ -64,7 +71,7 @@ def test_a_forecast_comes_true_where_rounds_are_of_one_kind(alpha, k):
 def test_a_forecast_of_one_block_is_its_account():
     """At alpha 1 nothing is left to chance: both forms give the same."""
     v = interpolated({1: 1.0, 2: 1.1, 4: 1.3})
-    assert forecast_speedup(1.0, 3, 3, COSTS, 0.05, 0.01) == pytest.approx(cost_speedup(4, 0.33, [4], v, 0.05, 0.01))
+    assert forecast_speedup(1.0, 3, 3, COSTS, 0.05, 0.01) == pytest.approx(cost_speedup(4, 0.35, [4], v, 0.05, 0.01))
 
 
 @pytest.mark.parametrize("accepted", [[2], []])

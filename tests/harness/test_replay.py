@@ -61,7 +61,7 @@ def test_a_recording_holds_every_place_and_what_is_guessed_behind_a_wrong_guess(
 def test_the_ruler_weighs_the_rounds_at_the_costs():
     """Two rounds, of 3 guesses and of 1, that wrote 5 tokens: by hand, to the digit."""
     row = {"emitted": 5, "draft_passes": 4, "proposed_lengths": [3, 1]}
-    costs = {"c": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}
+    costs = {"c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}
     assert on_one_ruler(row, costs) == pytest.approx(5 * 1.02 / (4 * 0.1 + 1.12 + 1.06 + 2 * 0.02))
 
 
@@ -83,7 +83,7 @@ def test_the_fit_finds_the_law_that_guesses_obey():
 
 
 def test_policies_are_pooled_time_over_time_on_one_ruler():
-    costs = [{"context": 10, "c": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}]
+    costs = [{"context": 10, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}]
     rows = [{"text": name, "context": at, "right": right, "confidences": [[0.5] * min(3, len(right) - 1 - i) for i in range(len(right))]}
             for name, at, right in (("a", 5, [3, 2, 1, 0]), ("b", 99, [0, 0]))]  # fmt: skip
     found = fit_policy.speed_of(FixedK(3), rows, costs)
@@ -105,7 +105,15 @@ def test_the_script_records_fits_and_goes_on(target_folder, draft_folder, result
     monkeypatch.setattr(fit_policy, "WORKLOADS", {"one": "w1 w5 w9"})
     monkeypatch.setattr(fit_policy, "make_task", lambda args, *rest: make_task(argparse.Namespace(**{**vars(args), "chat": False}), *rest))  # fmt: skip
     (tmp_path / "p.jsonl").write_text('"w3 w4"\n"w5 w6"\n"w7 w8"\n')
-    costs = {"part": "costs", "context": 9, "c": 0.1, "v": {"1": 1.0, "4": 1.2}}
+    costs = {
+        "part": "costs",
+        "context": 9,
+        "c": 0.1,
+        "c_first": 0.1,
+        "c_next": 0.1,
+        "c2": 0.1,
+        "v": {"1": 1.0, "4": 1.2},
+    }
     (tmp_path / "costs.json").write_text(json.dumps({"rows": [costs]}))
     files = [
         "--prompt-file",

@@ -95,26 +95,55 @@ def test_the_measured_cost_form_adds_up_what_a_run_took():
 def test_an_account_charges_a_draft_pass_that_reads_two_tokens_for_two():
     counted = {"proposed_lengths": [4, 4], "overhead_s": 0.0, "target_passes": 2, "baseline_overhead_share": 0.0,
                "draft_passes": 8, "draft_tokens_read": 9, "emitted": 10}  # fmt: skip
-    costs = {"v": {"1": 1.0, "5": 1.5}, "c": 0.25, "c2": 0.35, "target_pass_s": 0.02}
-    assert accounted(counted, costs) == pytest.approx(10 / (8 * 0.25 + 0.1 + 2 * 1.5))
-    assert accounted({**counted, "overhead_s": 0.04}, costs) == pytest.approx(10 / (8 * 0.25 + 0.1 + 2 * 1.5 + 2))
-    assert accounted({**counted, "baseline_overhead_share": 0.5}, costs) == pytest.approx(20 / (8 * 0.25 + 0.1 + 2 * 1.5))
+    costs = {"v": {"1": 1.0, "5": 1.5}, "c": 0.275, "c_first": 0.3, "c_next": 0.25, "c2": 0.4, "target_pass_s": 0.02}
+    assert accounted(counted, costs) == pytest.approx(10 / (8 * 0.25 + 2 * 0.05 + 0.1 + 2 * 1.5))
+    assert accounted({**counted, "overhead_s": 0.04}, costs) == pytest.approx(
+        10 / (8 * 0.25 + 2 * 0.05 + 0.1 + 2 * 1.5 + 2)
+    )
+    assert accounted({**counted, "baseline_overhead_share": 0.5}, costs) == pytest.approx(
+        20 / (8 * 0.25 + 2 * 0.05 + 0.1 + 2 * 1.5)
+    )
 
 
 def test_costs_lie_on_the_line_between_the_contexts_that_were_measured():
-    low = {"context": 100, "v": {"1": 1.0, "6": 1.2}, "c": 0.1, "c2": 0.12, "target_pass_s": 0.02}
-    high = {"context": 300, "v": {1: 1.0, 6: 1.6}, "c": 0.14, "c2": 0.2, "target_pass_s": 0.03}
+    low = {
+        "context": 100,
+        "v": {"1": 1.0, "6": 1.2},
+        "c": 0.1,
+        "c_first": 0.1,
+        "c_next": 0.1,
+        "c2": 0.12,
+        "target_pass_s": 0.02,
+    }
+    high = {
+        "context": 300,
+        "v": {1: 1.0, 6: 1.6},
+        "c": 0.14,
+        "c_first": 0.14,
+        "c_next": 0.14,
+        "c2": 0.2,
+        "target_pass_s": 0.03,
+    }
     here = costs_at([low, high], 150)
-    assert here["v"] == {1: 1.0, 6: pytest.approx(1.3)} and here["c"] == pytest.approx(0.11)
-    assert here["c2"] == pytest.approx(0.14) and here["target_pass_s"] == pytest.approx(0.0225)
+    one = 0.0225  # seconds lie on the line: 3/4 of the way from 20 to 30 ms back, 24 to 48 ms for six tokens
+    assert here["target_pass_s"] == pytest.approx(one) and here["v"] == {1: 1.0, 6: pytest.approx(0.030 / one)}
+    assert [here[name] for name in ("c", "c_first", "c_next")] == [
+        pytest.approx((0.75 * 0.002 + 0.25 * 0.0042) / one)
+    ] * 3
+    assert here["c2"] == pytest.approx((0.75 * 0.0024 + 0.25 * 0.006) / one)
     assert costs_at([low], 999) is low
-    no_draft = [{**one, "c": None, "c2": None} for one in (low, high)]
+    no_draft = [{**one, "c": None, "c_first": None, "c_next": None, "c2": None} for one in (low, high)]
     assert costs_at(no_draft, 200)["c"] is None
 
 
 def test_cells_are_pooled_as_time_over_time():
     """Four texts three times as fast and one half as fast, each 1 s alone: 5 s against 3.33, not 3x."""
-    fast = {"baseline_s": [1.0] * 6, "baseline_again_s": [1.0] * 6, "speculative_s": [1 / 3] * 6, "predicted_costs": 3.0}
+    fast = {
+        "baseline_s": [1.0] * 6,
+        "baseline_again_s": [1.0] * 6,
+        "speculative_s": [1 / 3] * 6,
+        "predicted_costs": 3.0,
+    }
     slow = {**fast, "speculative_s": [2.0] * 6, "predicted_costs": 0.5}
     row = pooled([fast] * 4 + [slow])
     assert row["speedup"] == row["speedup_low"] == row["speedup_high"] == pytest.approx(1.5)

@@ -182,7 +182,7 @@ def test_the_oracle_takes_padded_tables(ours, theirs):
 
 def test_the_oracle_is_no_worse_than_any_fixed_k():
     """On the one ruler that both are laid on."""
-    costs = {"v": {"1": 1.0, "2": 1.05, "9": 1.4}, "c": 0.1}
+    costs = {"v": {"1": 1.0, "2": 1.05, "9": 1.4}, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1}
     v = interpolated({1: 1.0, 2: 1.05, 9: 1.4})
     for draft in DRAFTS.values():
         task = tiny.task(TARGET, n=40)
@@ -200,7 +200,9 @@ def test_the_oracle_keeps_no_guess_that_is_wrong():
     task = tiny.task(TARGET, n=20)
     method = draft_model(task, DRAFTS["wrong"], 3)
     runs = record(task, method.drafter, run_speculative(task, method).done.tokens, 3).right
-    assert cheapest_way(runs, 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1}) == pytest.approx(1)
+    assert cheapest_way(
+        runs, 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1}
+    ) == pytest.approx(1)
 
 
 def test_the_loop_asks_the_policy_after_every_guess():
@@ -375,11 +377,16 @@ def test_a_guess_is_reached_only_through_those_before_it():
 
 TASKS = {"one": tiny.task(TARGET, n=8), "two": tiny.task(TARGET, (7, 8, 9), 8)}
 ARGS = argparse.Namespace(allow_near_ties=False, warmup=0)
-COSTS = [{"context": 8, "v": {1: 1.0, 9: 1.4}, "c": 0.1, "c2": 0.1, "target_pass_s": 1.0}]
+COSTS = [
+    {"context": 8, "v": {1: 1.0, 9: 1.4}, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1, "target_pass_s": 1.0}
+]
 
 
 def every_arm() -> dict:
-    return {name: Method(draft_model(TASKS["one"], DRAFTS["itself"], 8).drafter, make_policy(name, 8, 0.1, FREE)) for name in POLICIES[:3]}
+    return {
+        name: Method(draft_model(TASKS["one"], DRAFTS["itself"], 8).drafter, make_policy(name, 8, 0.1, FREE))
+        for name in POLICIES[:3]
+    }
 
 
 def spoilt(monkeypatch, name: str, call: int) -> None:
@@ -409,7 +416,11 @@ def test_every_text_of_every_arm_of_a_turn_is_checked(name, calls, monkeypatch):
 def test_the_order_of_the_arms_changes_from_turn_to_turn(monkeypatch):
     orders, arms = [], every_arm()
     monkeypatch.setattr(spec_adaptive, "check_exact", lambda *_: [])
-    monkeypatch.setattr(spec_adaptive, "run_requests", lambda tasks, method: (orders[-1].append(method), Requests({"one": Run(Decoded(), 0.0, 1.0)}))[1])
+    monkeypatch.setattr(
+        spec_adaptive,
+        "run_requests",
+        lambda tasks, method: (orders[-1].append(method), Requests({"one": Run(Decoded(), 0.0, 1.0)}))[1],
+    )
     for turn in range(12):
         orders.append([])
         spec_adaptive.turn_row({"one": TASKS["one"]}, {"one": []}, arms, turn, 0, ARGS)
@@ -440,13 +451,19 @@ def test_no_arm_of_a_turn_looks_at_the_clock_on_its_way(monkeypatch):
     tasks = {"one": tiny.task(world.priced(target, Price(64)), n=8)}
     methods = {"k = 3": Method(draft_model(tasks["one"], world.priced(draft, Price(8)), 3).drafter, FixedK(3))}
     seconds = spec_adaptive.turn_row(tasks, {"one": tiny.plainly(target, n=8).tokens}, methods, 0, 0, ARGS)["seconds"]
-    assert seconds == {spec_adaptive.PLAIN: {"one": 8 * 64 + 1}, "k = 3": {"one": 6 * 8 + 2 * 64 + 1}, spec_adaptive.AGAIN: {"one": 8 * 64 + 1}}
+    assert seconds == {
+        spec_adaptive.PLAIN: {"one": 8 * 64 + 1},
+        "k = 3": {"one": 6 * 8 + 2 * 64 + 1},
+        spec_adaptive.AGAIN: {"one": 8 * 64 + 1},
+    }
 
 
 @pytest.mark.parametrize(("share", "holds"), [(0.98, True), (0.975, True), (0.965, False), (0.9, False)])
 def test_the_claim_holds_within_three_hundredths_of_the_best_fixed_k_on_every_text(share, holds):
     speeds = {"k = 1": 1.2, "k = 3": 1.5, "cost": 1.5 * share}
-    turn = {spec_adaptive.PLAIN: {"one": 1.0}, spec_adaptive.AGAIN: {"one": 1.0}} | {arm: {"one": 1 / speed} for arm, speed in speeds.items()}
+    turn = {spec_adaptive.PLAIN: {"one": 1.0}, spec_adaptive.AGAIN: {"one": 1.0}} | {
+        arm: {"one": 1 / speed} for arm, speed in speeds.items()
+    }
     rows = [{"arm": arm, "text": text, "speedup": speed, "speedup_low": speed, "speedup_high": speed, "aa_low": 1.0, "aa_high": 1.0, "pairs": 6}
             for arm, speed in speeds.items() for text in ("all", "one")]  # fmt: skip
     said = spec_adaptive.verdict([turn] * 6, rows, ["one"], 0)
