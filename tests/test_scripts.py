@@ -217,11 +217,11 @@ def test_a_cut_draft_serves_the_precondition_too(target_folder, results):
 
 
 def test_a_draft_is_timed_within_the_context_it_has(disk, results, capsys):
-    """16 in the cache, one token at a time, a table of 21 positions: never an index error."""
-    for positions, code in ((21, 0), (20, 2)):  # a round's draft passes read five tokens at most
+    """16 in the cache, one token at a time, a table of 22 positions: never an index error."""
+    for positions, code in ((22, 0), (21, 2)):  # a round's draft passes read six tokens at most
         short = tiny.save(tiny.gpt2(n_positions=positions), disk / f"positions {positions}")
         assert precondition(results, "--model", short, "--draft", short, "--tokens", "1,2") == code
-    assert "limit of 20" in capsys.readouterr().err
+    assert "limit of 21" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------- decode

@@ -15,7 +15,7 @@ import torch
 from spec_loop import forward, keep_slots, new_cache
 from spec_models import linear as cpu_linear
 
-DRAFT_PASSES = 4  # draft passes are timed so many in a row behind a pass of the target, as a round runs them
+DRAFT_PASSES = 5  # draft passes are timed so many in a row behind a pass of the target: a round of the essay's k
 DRAFT_READS = DRAFT_PASSES + 1  # and read so many tokens at most
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
 SQUARE = {"cpu": 2048}  # side of the matrix product that measures the arithmetic rate; 4096 elsewhere

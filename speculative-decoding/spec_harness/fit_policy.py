@@ -30,7 +30,8 @@ from workloads import WORKLOADS
 
 FIT, CHECK = "fitted on", "looked at"
 PLACES = 5  # of a block that have a constant of their own in the fit; the last stands for all behind it
-STEPS = 30  # of Newton's method
+ROUNDS = 30  # of Newton's method
+TRIED = {"step": (0.05, 0.1, 0.2, 0.3, 0.5), "forget": (0.9, 0.95, 0.98, 1.0)}  # of `cost`, one at a time, beside its own
 
 
 def spread(prompts: list, count: int) -> list:
@@ -53,7 +54,7 @@ def fitted(recordings: list[Recording]) -> dict:
     odds, places, hits = judged_guesses(recordings)
     inputs = np.concatenate([odds[:, None], np.eye(PLACES)[places]], axis=1)
     weights = np.zeros(PLACES + 1)
-    for _ in range(STEPS):
+    for _ in range(ROUNDS):
         chance = 1 / (1 + np.exp(-inputs @ weights))
         curve = (inputs * (chance * (1 - chance))[:, None]).T @ inputs + 0.1 * np.eye(PLACES + 1)
         weights += np.linalg.solve(curve, inputs.T @ (hits - chance) - 0.1 * weights)
@@ -81,14 +82,22 @@ def oracle_speed(rows: list[dict], k: int, costs: list[dict]) -> float:
     return sum(len(row["right"]) for row in rows) / sum(spent)
 
 
+def policies_of(k: int, costs: dict) -> dict:
+    """Every fixed k, every policy, and `cost` with each of the constants tried, by name."""
+    (c, first), v = pass_costs(costs), measured_v(costs)
+    make = lambda name: make_policy(name, k, c, v, overhead=LOOP_OVERHEAD, first=first)  # noqa: E731
+    found = {f"k = {n}": FixedK(n) for n in range(1, k + 1)} | {name: make(name) for name in POLICIES[1:]}
+    for name, values in TRIED.items():
+        for value in values:
+            found[f"cost, {name} {value:g}"] = one = make("cost")
+            setattr(one, name, value)
+    return found
+
+
 def compared_policies(sets: dict[str, list[dict]], k: int, costs: list[dict]) -> list[dict]:
-    """A row for each fixed k, each policy and the oracle: the speedup on each set of texts."""
-    middle = near_costs(costs, 0)
-    c, first = pass_costs(middle)
-    arms = {f"k = {n}": FixedK(n) for n in range(1, k + 1)}
-    arms |= {name: make_policy(name, k, c, measured_v(middle), overhead=LOOP_OVERHEAD, first=first) for name in POLICIES[1:]}
+    """A row for each fixed k, each policy, `cost` with other constants, and the oracle: the speedup on each set of texts."""
     table = []
-    for arm, policy in arms.items():
+    for arm, policy in policies_of(k, near_costs(costs, 0)).items():
         row = {"arm": arm}
         for name, rows in sets.items():
             policy.begin()
@@ -107,7 +116,7 @@ def read_costs(path: Path) -> list[dict]:
         raise UserError(
             f"--costs {path.name}: not a result file ({type(error).__name__}); name one of spec_bench.py"
         ) from error
-    if not costs or not all(isinstance(row.get("v"), dict) for row in costs):
+    if not costs or not all(isinstance(row.get("v"), dict) and "c_next" in row for row in costs):
         raise UserError(f"--costs {path.name}: no row in it says what passes cost; name one of spec_bench.py")
     return costs
 

@@ -82,6 +82,8 @@ class Cost(FixedK):
     the choices.
     """
 
+    step, forget = STEP, FORGET
+
     def __init__(self, k: int, c: float, v: Callable[[int], float], overhead: float = 0.0, first: float = 0.0):
         self.passes = [m * c + (first if m else 0.0) + v(m + 1) + overhead for m in range(k + 1)]
         super().__init__(k)
@@ -137,10 +139,10 @@ class Cost(FixedK):
         if not proposed:
             return
         judged = min(proposed, accepted + 1)
-        self.right, self.judged = FORGET * self.right + accepted, FORGET * self.judged + judged
+        self.right, self.judged = self.forget * self.right + accepted, self.forget * self.judged + judged
         for place, confidence in enumerate(self.confidences[:judged]):
             surprise = (place < accepted) - self.acceptance(confidence)
-            self.offset = max(-MOST_OFFSET, min(MOST_OFFSET, self.offset + STEP * surprise))
+            self.offset = max(-MOST_OFFSET, min(MOST_OFFSET, self.offset + self.step * surprise))
 
 
 def make_policy(

@@ -102,8 +102,8 @@ def test_costs_are_told_against_one_token(world):
     row = measured_costs(target, draft, 16, [1, 7], None)
     one = LONG.of(1, 17)
     assert row["v"] == {1: 1.0, 2: LONG.of(2, 18) / one, 8: LONG.of(8, 24) / one}
-    assert row["c"] == LONG_DRAFT.of(1, 18.5, 1) / one and row["c2"] == LONG_DRAFT.of(2, 18, 1) / one
-    assert row["c_first"] == LONG_DRAFT.of(1, 17, 1) / one and row["c_next"] == LONG_DRAFT.of(1, 19, 1) / one
+    assert row["c"] == LONG_DRAFT.of(1, 19, 1) / one and row["c2"] == LONG_DRAFT.of(2, 18, 1) / one
+    assert row["c_first"] == LONG_DRAFT.of(1, 17, 1) / one and row["c_next"] == LONG_DRAFT.of(1, 19.5, 1) / one
     assert (row["target_pass_s"], row["context"], row["error"]) == (one, 16, None)
     assert len(row["seconds"]["1"]) == len(row["seconds"]["draft"]) == 2
 
@@ -119,7 +119,7 @@ def test_costs_at_a_context_are_those_of_a_pass_there(world):
     here = costs_at(found, 30)
     assert here["target_pass_s"] == LONG.of(1, 31)
     assert here["v"][4] == pytest.approx(LONG.of(4, 34) / LONG.of(1, 31))
-    assert here["c"] == pytest.approx(LONG_DRAFT.of(1, 32.5, 1) / LONG.of(1, 31))
+    assert here["c"] == pytest.approx(LONG_DRAFT.of(1, 33, 1) / LONG.of(1, 31))
 
 
 def test_v_and_c_are_medians_of_ratios_within_a_turn():

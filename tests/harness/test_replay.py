@@ -91,10 +91,11 @@ def test_policies_are_pooled_time_over_time_on_one_ruler():
     assert found == pytest.approx({"a": 4 * 1.02 / a, "b": 2 * 1.02 / b, "all": 6 * 1.02 / (a + b)})
     table = {row["arm"]: row for row in fit_policy.compared_policies({"workloads": rows, "other": rows}, 3, costs)}
     assert table["k = 3"]["all"] == table["k = 3"]["other"] == pytest.approx(found["all"])
+    assert {"cost, step 0.3", "cost, forget 1"} < table.keys()
     assert table["oracle"]["all"] == pytest.approx(6 * 1.02 / (a + 2 * 1.02)) and {*POLICIES[1:]} < table.keys()
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", "no json", '{"rows": [1]}', '{"rows": [{"part": "costs"}]}'])
+@pytest.mark.parametrize("text", ["{}", "[1]", "no json", '{"rows": [1]}', '{"rows": [{"part": "costs"}]}', '{"rows": [{"part": "costs", "v": {"1": 1.0}, "c": 0.1}]}'])
 def test_costs_of_a_file_that_holds_none_are_one_line(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="--costs x.json"):
