@@ -188,7 +188,7 @@ def shelf(disk):
         ("broken.gguf", []),
         ("state space", ["choose"]),
         ("bidirectional", ["cannot verify blocks"]),
-        ("not finite", ["not finite", "--dtype"]),
+        ("not finite", ["holds values that are not finite", "--dtype"]),
     ],
 )
 def test_a_model_that_cannot_be_used_is_one_line_naming_its_flag(flag, name, words, shelf, pair, capfd, monkeypatch):

@@ -20,6 +20,7 @@ from spec_common import (
     median_interval,
     paired_ratio,
     synchronize,
+    tell,
     timed,
     turn_order,
 )
@@ -277,3 +278,11 @@ def test_one_token_has_no_gaps():
 def test_a_table_shows_a_missing_value_as_a_dash():
     table = markdown_table([{"a": 1.0, "b": None}], [("a", "A", tables.fixed(1, "x")), ("b", "B", str)])
     assert table.splitlines() == ["|    A | B   |", "| ---: | --- |", "| 1.0x | -   |"]
+
+
+def test_sentences_are_wrapped_and_tables_are_not(capsys):
+    table, words = "| " + "x" * 150 + " |", "a sentence of many words, " * 9
+    tell(f"{table}\n{words}\n\nshort")
+    first, *lines, blank, last = capsys.readouterr().out.splitlines()
+    assert (first, blank, last) == (table, "", "short")
+    assert len(lines) == 3 and max(map(len, lines)) <= 100 and " ".join(lines).split() == words.split()

@@ -9,7 +9,7 @@ import torch
 
 import spec_decode
 import tiny
-from spec_decode import Mismatch, check_exact, check_self_draft, measure
+from spec_decode import Checked, Mismatch, check_exact, check_self_draft, measure
 from spec_harness.arms import run_speculative
 from spec_loop import DecodingError, TextCache, forward
 
@@ -76,6 +76,15 @@ def test_in_half_precision_a_tie_is_excused_only_when_asked_and_is_still_reporte
     assert report_of(task, text, parted(text, twin), allow=False)["near_tie"] is True
     (excused,) = check_exact(task, "speculative", text, followed(task, text, twin), allow_near_ties=True)
     assert (excused["index"], excused["got"], excused["dtype"]) == (PLACE, twin, "bfloat16")
+
+
+def test_an_excused_tie_is_kept_for_every_run_that_wrote_it():
+    """A text is looked at once; what was excused is excused of each arm and sample that wrote it."""
+    task, text, twin = tied(torch.bfloat16)
+    cell = Checked(task, text, True)
+    for arm, tokens in (("one", text), ("two", followed(task, text, twin)), ("three", followed(task, text, twin))):
+        cell.check(arm, SimpleNamespace(tokens=tokens))
+    assert [tie["arm"] for tie in cell.near_ties if tie["index"] == PLACE] == ["two", "three"]
 
 
 def test_in_half_precision_a_clear_gap_is_not_excused():

@@ -195,6 +195,13 @@ def test_the_oracle_is_no_worse_than_any_fixed_k():
             assert 40 * (1 + LOOP_OVERHEAD) / spent <= ideal + 1e-9
 
 
+def test_a_block_costs_its_draft_passes_the_first_of_them_more():
+    """A target pass over m + 1 tokens, m draft passes of 0.1 and 0.25 for the first; a round without guesses drafts nothing."""
+    policy = Cost(2, 0.1, interpolated({1: 1.0, 3: 1.5}), 0.02, 0.25)
+    assert policy.passes == pytest.approx([1.02, 0.1 + 0.25 + 1.25 + 0.02, 0.2 + 0.25 + 1.5 + 0.02])
+    assert vars(make_policy("cost", 2, 0.1, interpolated({1: 1.0, 3: 1.5}), 0.4, 0.02, 0.25)) == vars(policy)
+
+
 def test_the_oracle_keeps_no_guess_that_is_wrong():
     """Nothing is left but plain steps, which are what plain decoding takes."""
     task = tiny.task(TARGET, n=20)
