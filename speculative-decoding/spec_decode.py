@@ -146,6 +146,7 @@ def counts(done: Decoded, k: int) -> dict:
         "emitted": len(done.tokens),
         "target_passes": done.target_passes,
         "draft_passes": done.draft_passes,
+        "draft_rounds": sum(one.draft_passes > 0 for one in done.rounds),
         "draft_tokens_read": done.draft_tokens_read,
         "proposed": proposed,
         "accepted": accepted,

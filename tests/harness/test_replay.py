@@ -45,7 +45,7 @@ def test_a_replay_takes_the_rounds_of_the_loop(name, draft, c, k):
         task = tiny.task(TARGET, prompt, 40)
         done = run_speculative(task, tiny.method(task, DRAFTS[draft], k, policy=real), go_on=bool(number)).done
         row, counted = replay(RECORDINGS[draft][number], offline), counts(done, k)
-        for counter in ("emitted", "draft_passes", "proposed_lengths", "accepted_lengths"):
+        for counter in ("emitted", "draft_passes", "draft_rounds", "proposed_lengths", "accepted_lengths"):
             assert row[counter] == counted[counter], counter
 
 
@@ -60,7 +60,7 @@ def test_a_recording_holds_every_place_and_what_is_guessed_behind_a_wrong_guess(
 
 def test_the_ruler_weighs_the_rounds_at_the_costs():
     """Two rounds, of 3 guesses and of 1, that wrote 5 tokens: by hand, to the digit."""
-    row = {"emitted": 5, "draft_passes": 4, "proposed_lengths": [3, 1]}
+    row = {"emitted": 5, "draft_passes": 4, "draft_rounds": 2, "proposed_lengths": [3, 1]}
     costs = {"c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}
     assert on_one_ruler(row, costs) == pytest.approx(5 * 1.02 / (4 * 0.1 + 1.12 + 1.06 + 2 * 0.02))
 

@@ -94,9 +94,11 @@ def test_the_measured_cost_form_adds_up_what_a_run_took():
 
 def test_an_account_charges_a_draft_pass_that_reads_two_tokens_for_two():
     counted = {"proposed_lengths": [4, 4], "overhead_s": 0.0, "target_passes": 2, "baseline_overhead_share": 0.0,
-               "draft_passes": 8, "draft_tokens_read": 9, "emitted": 10}  # fmt: skip
+               "draft_passes": 8, "draft_rounds": 2, "draft_tokens_read": 9, "emitted": 10}  # fmt: skip
     costs = {"v": {"1": 1.0, "5": 1.5}, "c": 0.275, "c_first": 0.3, "c_next": 0.25, "c2": 0.4, "target_pass_s": 0.02}
     assert accounted(counted, costs) == pytest.approx(10 / (8 * 0.25 + 2 * 0.05 + 0.1 + 2 * 1.5))
+    copied = {**counted, "draft_passes": 4, "draft_rounds": 1, "draft_tokens_read": 4}  # one of the rounds was looked up
+    assert accounted(copied, costs) == pytest.approx(10 / (4 * 0.25 + 0.05 + 2 * 1.5))
     assert accounted({**counted, "overhead_s": 0.04}, costs) == pytest.approx(
         10 / (8 * 0.25 + 2 * 0.05 + 0.1 + 2 * 1.5 + 2)
     )
