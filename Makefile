@@ -34,6 +34,7 @@ results: .venv/ready
 	$(PY) $(SCRIPTS)/spec_drafts.py $(RESUME) --results $(COMMITTED)/spec_drafts.json
 	$(PY) $(SCRIPTS)/spec_drafts.py --dtype bfloat16 --allow-near-ties $(RESUME) --results $(COMMITTED)/spec_drafts_bfloat16.json
 	$(PY) $(SCRIPTS)/spec_sampling.py $(RESUME) --results $(COMMITTED)/spec_sampling.json
+	$(PY) $(SCRIPTS)/spec_sampling.py --verify block --temperatures 0.7,1 --seeds 12 $(RESUME) --results $(COMMITTED)/spec_sampling_block.json
 	$(PY) $(SCRIPTS)/spec_lookup.py $(RESUME) --results $(COMMITTED)/spec_lookup.json
 	$(PY) $(SCRIPTS)/spec_adaptive.py $(RESUME) --results $(COMMITTED)/spec_adaptive.json
 	$(PY) $(SCRIPTS)/spec_batch.py $(RESUME) --results $(COMMITTED)/spec_batch.json

@@ -28,12 +28,13 @@ from spec_harness.tables import against_transformers, fixed, markdown_table, spe
 from spec_harness.variants import table as variants_table
 from spec_lookup import table as lookup_table
 from spec_precondition import cost_table
+from spec_sampling import block_table
 from spec_sampling import table as sampling_table
 
 ROOT = HERE.parent
 PAGES = {"readme": ROOT / "README.md", "results": ROOT / "RESULTS.md", "card": HERE / "drafts" / "MODEL_CARD.md"}
 NAMES = ("one_pass", "precondition", "precondition_bfloat16", "decode", "decode_tree", "bench", "drafts",
-         "drafts_bfloat16", "sampling", "lookup", "adaptive", "batch")  # fmt: skip
+         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "adaptive", "batch")  # fmt: skip
 
 
 def load_all(folder: Path) -> dict[str, dict]:
@@ -205,6 +206,8 @@ def further_tables(all_of: dict) -> dict[str, str]:
     found = {}
     if "sampling" in all_of:
         found["sampling_table"] = sampling_table(all_of["sampling"]["summary"]["temperatures"], wide=True)
+    if "sampling_block" in all_of:
+        found["block_table"] = block_table(all_of["sampling_block"]["summary"]["temperatures"])
     if "lookup" in all_of:
         found["lookup_table"] = lookup_table(part(all_of["lookup"], "look-up"), wide=True)
     if "adaptive" in all_of:

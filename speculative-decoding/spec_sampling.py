@@ -7,6 +7,7 @@ from that seed, for other numbers are drawn: what is the same is the law, which 
     python spec_sampling.py                                              # the embedded pair, temperatures 0 to 1
     python spec_sampling.py --temperatures 0.8 --top-p 0.95 --seeds 8
     python spec_sampling.py --temperatures 1 --seeds 3 --check-law 5000  # and the law of the first two tokens
+    python spec_sampling.py --verify block                               # beside it chains judged whole
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import functools
 import math
 import statistics
 
-from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interleave, judge_speed, tell
+from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interleave, interval_text, judge_speed, paired_ratio, tell
 
 from spec_cli import at_least, command, make_parser
 from spec_decode import check_exact, counts
@@ -26,9 +27,11 @@ from spec_harness.law import Recorder, acceptance_check, law_line, law_row
 from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
+from spec_methods.block import BlockSampled
 from spec_methods.sampled import Chance, Sampled
 
 FALSE_ALARMS = 0.001  # how often a right build may fail, all checks of a run together: they share it
+RULES = {"token": Sampled, "block": BlockSampled}
 SEEDS = FEWEST_PAIRS  # of each temperature, every one a text of its own: what is measured is no single text's luck
 
 
@@ -49,8 +52,13 @@ def measure_seed(task: Task, draft, law: tuple, seed: int, args) -> dict:
     """The row of one prompt, temperature and seed. `law`: temperature, top-k, top-p. Raises Mismatch or ClaimFailed."""
     rule, recorder = Sampled(*law, Chance(seed)), Recorder(*law, Chance(seed))
     drawn, noted = draft_model(task, draft, args.k, rule), draft_model(task, draft, args.k, recorder)
-    # These two warm up the timed runs; the one that notes the overlaps is counted and never timed.
+    arms, more = seed_arms(task, drawn, rule), {}
+    # The first runs warm up the timed ones; the one that notes the overlaps is counted and never timed.
     first = {"baseline": run_baseline(task, rule).done.tokens, "speculative": run_speculative(task, drawn).done.tokens}
+    if args.verify == "block":
+        whole = draft_model(task, draft, args.k, BlockSampled(*law, Chance(seed)))
+        arms["block"], done = lambda: run_speculative(task, whole), run_speculative(task, whole).done
+        first["block"], more = done.tokens, {"by_block": counts(done, args.k), "block_tokens": done.tokens}
     counting = run_speculative(task, noted).done
     check_repeated("the counted run", seed, first["speculative"], counting.tokens)
     near_ties = []
@@ -58,14 +66,14 @@ def measure_seed(task: Task, draft, law: tuple, seed: int, args) -> dict:
         greedy = run_baseline(task).done.tokens
         for arm, tokens in first.items():
             near_ties += check_exact(task, arm, greedy, tokens, args.allow_near_ties)
-    samples = interleave(seed_arms(task, drawn, rule), args.repeats, args.warmup, first_turn=seed * args.repeats)
+    samples = interleave(arms, args.repeats, args.warmup, first_turn=seed * args.repeats)
     for arm, runs in samples.items():
         for run in runs:
             check_repeated(arm, seed, first[arm.removesuffix("_again")], run.done.tokens)
     return {
         "k": args.k, "loop": task.loop, "n_tokens": task.n_tokens, "prompt_tokens": task.prompt.shape[1], **counts(counting, args.k),
         "judged_accepted": recorder.accepted, "overlaps": recorder.overlaps, **timing(samples, task.n_tokens), "exact": not near_ties,
-        "near_ties": near_ties, "error": None, "tokens": counting.tokens, "proposals": counting.proposals, "baseline_tokens": first["baseline"],
+        "near_ties": near_ties, "error": None, "tokens": counting.tokens, "proposals": counting.proposals, "baseline_tokens": first["baseline"], **more,
     }  # fmt: skip
 
 
@@ -95,7 +103,8 @@ def run(args, target, draft, prompts: list[tuple[str, str]], file: ResultFile) -
     laws, (name, task) = [], tasks[0]
     for t in warm:
         where, law = {"part": "law", "workload": name, "temperature": t}, (t, args.top_k, args.top_p)
-        work = functools.partial(law_row, task, draft.model, args.k, law, args.seed, args.check_law)
+        rule = RULES[args.verify](*law, Chance(args.seed))
+        work = functools.partial(law_row, task, draft.model, args.k, rule, args.check_law)
         laws.append(find_or_measure(file, task, where, work))
     level = FALSE_ALARMS / (len(measured) + len(warm))
     laws = [{**row, "fits": None if row["error"] or row["p_value"] is None else row["p_value"] > level} for row in laws]
@@ -123,11 +132,29 @@ def one_temperature(temperature: float, rows: list[dict], level: float) -> dict:
     }
     row |= {**total, "acceptance_rate": ratio(total["accepted"], total["proposed"])}
     row["block_efficiency"] = ratio(total["emitted"], total["target_passes"])
+    if "by_block" in good[0]:
+        row |= block_against_token(good, seconds)
     return row | {"texts": len({tuple(one["tokens"]) for one in good}), **acceptance_check(good, level)}
+
+
+def block_against_token(rows: list[dict], seconds: dict) -> dict:
+    """What judging chains whole gave: tokens a pass over all texts, the speedup, and its speed over that of the token rule."""
+    whole = [value for row in rows for value in row["block_s"]]
+    emitted, passes = (sum(row["by_block"][name] for row in rows) for name in ("emitted", "target_passes"))
+    alone, token = (paired_ratio(seconds[arm], whole) for arm in ("baseline", "speculative"))
+    return {
+        "block_tokens_per_pass": ratio(emitted, passes), "block_speedup": alone["median"], "block_over_token": token["median"],
+        "block_over_token_low": token["low"], "block_over_token_high": token["high"],
+    }  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
 
+BLOCK = [
+    ("temperature", "temperature", lambda t: f"{t:g}"), ("block_efficiency", "tokens/pass, token rule", fixed(2)),
+    ("block_tokens_per_pass", "chains judged whole", fixed(2)), ("speedup", "speedup, token rule", fixed(2, "x")),
+    ("block_speedup", "judged whole", fixed(2, "x")), ("over", "one over the other", str),
+]  # fmt: skip
 COLUMNS = [
     ("temperature", "temperature", lambda t: f"{t:g}"), ("speedup", "speedup", fixed(2, "x")), ("interval", "interval", str),
     ("block_efficiency", "tokens/pass", fixed(2)), ("alpha", "alpha", fixed(3)), ("expected_alpha", "overlap", fixed(3)),
@@ -148,6 +175,16 @@ def table(rows: list[dict], wide: bool = False) -> str:
         fits = {True: "yes", False: "NO"}.get(row["within"])
         shown.append({**shown_interval(row), "expects": expects, "fits": fits})
     return markdown_table(shown, COLUMNS + (WIDE if wide else []))
+
+
+def block_table(rows: list[dict]) -> str:
+    """Block verification beside the token rule."""
+    shown = []
+    for row in rows:
+        if row.get("block_over_token"):
+            within = interval_text(row["block_over_token_low"], row["block_over_token_high"])
+            shown.append({**row, "over": f"{row['block_over_token']:.2f}x{f' ({within})' if within else ''}"})
+    return markdown_table(shown, BLOCK)
 
 
 def pays(row: dict) -> str:
@@ -205,6 +242,7 @@ def parse_args(argv):
     add_task_options(parser)
     add_prompt_options(parser)
     parser.add_argument("-k", "--k", type=at_least(1, 1024), default=5, help="guesses a round")
+    parser.add_argument("--verify", choices=RULES, default="token", help="block: a further arm judges chains whole, in the same turns, and --check-law tests its law")  # fmt: skip
     parser.add_argument(
         "--temperatures", type=temperature_list, default=[0.0, 0.3, 0.7, 1.0], metavar="T,T", help="0 is greedy"
     )
@@ -244,6 +282,8 @@ def main(argv=None) -> int:
         f"k = {args.k}, top-k {args.top_k or 'off'}, top-p {args.top_p:g}, {args.n_tokens} tokens of {', '.join(name for name, _ in prompts)}\n"
     )
     tell(table(rows, args.wide) + "\n")
+    if args.verify == "block":
+        tell(f"chains judged whole beside the token rule, same seeds\n\n{block_table(rows)}\n")
     for row in rows:
         tell(f"temperature {row['temperature']:g}: {row['error'] or pays(row)}.")
     tell(

@@ -15,7 +15,7 @@ import torch
 from spec_harness.arms import Method, Task, draft_model, start_drafter
 from spec_harness.tables import progress
 from spec_loop import Pass, Proposal, Verdict, forward, keep_slots, not_finite, prefill, speculate
-from spec_methods.sampled import Chance, Sampled, overlap
+from spec_methods.sampled import Sampled, overlap
 
 # Steepness of the exponentials in `stray`: a few, so that one is near the best for tens as for thousands of guesses.
 STEEPNESS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -155,12 +155,12 @@ def chi_square(counts: Counter, cells: dict[tuple, float], draws: int) -> dict:
     }
 
 
-def law_row(task: Task, draft, k: int, law: tuple, seed: int, draws: int) -> dict:
+def law_row(task: Task, draft, k: int, rule: Sampled, draws: int) -> dict:
     """The chi-square test of the first two tokens' law, of so many draws with two guesses at most."""
-    task, rule = law_task(task), Sampled(*law, Chance(seed))
+    task = law_task(task)
     method = draft_model(task, draft, min(k, LAW_K), rule)
     cells = exact_cells(task, rule, draws)
-    pairs = drawn_pairs(task, method, progress(range(draws), f"law at temperature {law[0]:g}"))
+    pairs = drawn_pairs(task, method, progress(range(draws), f"law at temperature {rule.temperature:g}"))
     return {"k": method.k, **chi_square(Counter(pairs), cells, draws)}
 
 

@@ -199,6 +199,11 @@ def test_a_block_costs_its_draft_passes_the_first_of_them_more():
     """A target pass over m + 1 tokens, m draft passes of 0.1 and 0.25 for the first; a round without guesses drafts nothing."""
     policy = Cost(2, 0.1, interpolated({1: 1.0, 3: 1.5}), 0.02, 0.25)
     assert policy.passes == pytest.approx([1.02, 0.1 + 0.25 + 1.25 + 0.02, 0.2 + 0.25 + 1.5 + 0.02])
+    policy.step, policy.confidences = 0.0, [0.5]
+    policy.learn(1, 0)
+    assert policy.offset == 0.0, "a policy's own constants, not the module's"
+    policy.begin()
+    del policy.step
     assert vars(make_policy("cost", 2, 0.1, interpolated({1: 1.0, 3: 1.5}), 0.4, 0.02, 0.25)) == vars(policy)
 
 

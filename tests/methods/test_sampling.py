@@ -21,6 +21,7 @@ from spec_harness.arms import Method, draft_model, run_baseline, run_speculative
 from spec_ids import DraftIds
 from spec_loop import Choice, DecodingError, Greedy, ModelDrafter, Pass, Proposal
 from spec_methods import sampled
+from spec_methods.block import BlockSampled
 from spec_methods.lookup import HybridDrafter, LookupDrafter
 from spec_methods.policy import Confidence, FixedK
 from spec_methods.sampled import Chance, Sampled, acceptance, residual
@@ -581,14 +582,14 @@ def test_a_draft_that_fell_silent_guesses_again_in_the_next_draw(monkeypatch):
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_law_of_the_first_tokens_fits_and_a_wrong_residual_does_not(k, monkeypatch):
     task, draft = tiny.task(Table(5, 1), PROMPT, 8), Table(5, 2)
-    row = law.law_row(task, draft, k, PLAIN, 0, 1000)
+    row = law.law_row(task, draft, k, Sampled(*PLAIN, Chance(0)), 1000)
     assert row["p_value"] > 1e-3 and row["cells"] > 10 and row["draws"] == 1000 and row["k"] == k
     monkeypatch.setattr(sampled, "residual", lambda target, draft, guess: target)
-    assert law.law_row(task, draft, k, PLAIN, 0, 1000)["p_value"] < 1e-6
+    assert law.law_row(task, draft, k, Sampled(*PLAIN, Chance(0)), 1000)["p_value"] < 1e-6
 
 
 def test_the_law_of_the_first_tokens_is_tested_with_two_guesses_at_most():
-    row = law.law_row(tiny.task(Table(5, 1), PROMPT, 8), Table(5, 2), 7, PLAIN, 0, 200)
+    row = law.law_row(tiny.task(Table(5, 1), PROMPT, 8), Table(5, 2), 7, Sampled(*PLAIN, Chance(0)), 200)
     assert row["k"] == law.LAW_K == 2 and row["p_value"] > 1e-3
 
 
@@ -633,6 +634,39 @@ def test_the_script_measures_every_temperature_and_writes_what_it_drew(sampling,
     said = capsys.readouterr().out
     assert " overlap |" in said and " alpha may be |" in said
     assert "Guesses are accepted as often as the laws overlap" in said
+
+
+def test_chains_judged_whole_are_a_further_arm_with_counts_of_its_own(sampling, results, monkeypatch, capsys):
+    argv = ("--temperatures", "0,1", "--seeds", 3, "--n-tokens", 12, "--verify", "block", "--check-law", 40)
+    tested = []
+    monkeypatch.setattr(spec_sampling, "law_row", lambda *given: tested.append(given[3]) or law.law_row(*given))
+    assert sampling(*argv) == 0
+    document = json.loads(results.read_text())
+    rows, (greedy, warm) = [row for row in document["rows"] if row["part"] == "sampling"], document["summary"]["temperatures"]
+    assert [type(rule) for rule in tested] == [BlockSampled]
+    for row in rows:
+        assert len(row["block_s"]) == len(row["speculative_s"]) == 1 and len(row["block_tokens"]) == row["by_block"]["emitted"] == 12
+        assert row["temperature"] or row["block_tokens"] == row["tokens"]
+    passes = sum(row["by_block"]["target_passes"] for row in rows if row["temperature"])
+    assert warm["block_tokens_per_pass"] == 36 / passes and greedy["block_tokens_per_pass"] == greedy["block_efficiency"]
+    ratios = [token / block for row in rows if row["temperature"] for token, block in zip(row["speculative_s"], row["block_s"], strict=True)]
+    assert warm["block_over_token"] == pytest.approx(sorted(ratios)[1])
+    assert "chains judged whole beside the token rule" in capsys.readouterr().out
+
+
+def test_a_whole_chains_text_of_a_seed_is_compared_too(sampling, monkeypatch, capsys):
+    calls = []
+
+    def drifts(task, method, *more):
+        run = run_speculative(task, method, *more)
+        if isinstance(method.rule, BlockSampled):
+            calls.append(run)
+            run.done.tokens[-1] ^= len(calls) > 1
+        return run
+
+    monkeypatch.setattr(spec_sampling, "run_speculative", drifts)
+    assert sampling("--temperatures", "1", "--seeds", 1, "--n-tokens", 8, "--verify", "block") == 1
+    assert "block wrote another text" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_where_it_was(sampling, results, monkeypatch):
