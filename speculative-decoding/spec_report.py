@@ -24,6 +24,7 @@ from spec_drafts import table as draft_table
 from spec_drafts import verdict as draft_verdict
 from spec_harness.advice import NEARLY_FREE
 from spec_harness.results import was_edited
+from spec_harness.rounding import COLUMNS as ROUNDING
 from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, what_it_does
 from spec_harness.variants import table as variants_table
 from spec_lookup import table as lookup_table
@@ -34,7 +35,7 @@ from spec_sampling import table as sampling_table
 ROOT = HERE.parent
 PAGES = {"readme": ROOT / "README.md", "results": ROOT / "RESULTS.md", "card": HERE / "drafts" / "MODEL_CARD.md"}
 NAMES = ("one_pass", "precondition", "precondition_bfloat16", "decode", "decode_tree", "bench", "drafts",
-         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "adaptive", "batch")  # fmt: skip
+         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "adaptive", "batch", "rounding_bfloat16", "rounding_float16")  # fmt: skip
 
 
 def load_all(folder: Path) -> dict[str, dict]:
@@ -216,6 +217,10 @@ def further_tables(all_of: dict) -> dict[str, str]:
         found |= {"adaptive_table": adaptive_table(arms, "all", wide=True), "adaptive_texts": by_text(arms, texts)}
     if "batch" in all_of:
         found["batch_table"] = batch_tables(part(all_of["batch"], "batch"), wide=True)
+    rounding = [row for name in ("rounding_bfloat16", "rounding_float16") for row in all_of.get(name, {"rows": []})["rows"]]
+    if rounding:
+        shown = [row for row in rounding if row["rows"] == USUAL_K + 1]
+        found["rounding_table"] = markdown_table(shown, [("dtype", "dtype", str), *ROUNDING])
     return found
 
 
