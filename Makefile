@@ -36,6 +36,7 @@ results: .venv/ready
 	$(PY) $(SCRIPTS)/spec_sampling.py $(RESUME) --results $(COMMITTED)/spec_sampling.json
 	$(PY) $(SCRIPTS)/spec_sampling.py --verify block --temperatures 0.7,1 --seeds 12 $(RESUME) --results $(COMMITTED)/spec_sampling_block.json
 	$(PY) $(SCRIPTS)/spec_lookup.py $(RESUME) --results $(COMMITTED)/spec_lookup.json
+	$(PY) $(SCRIPTS)/spec_lookup.py --match suffix --methods lookup $(RESUME) --results $(COMMITTED)/spec_lookup_suffix.json
 	$(PY) $(SCRIPTS)/spec_adaptive.py $(RESUME) --results $(COMMITTED)/spec_adaptive.json
 	for dtype in bfloat16 float16; do (cd $(SCRIPTS) && ../$(PY) -m spec_harness.rounding --dtype $$dtype --results results/spec_rounding_$$dtype.json) || exit 1; done
 	$(PY) $(SCRIPTS)/spec_batch.py $(RESUME) --results $(COMMITTED)/spec_batch.json

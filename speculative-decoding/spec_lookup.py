@@ -36,6 +36,7 @@ from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval
 from spec_loop import ModelDrafter
 from spec_methods.lookup import MATCHES, HybridDrafter, LookupDrafter
+from spec_methods.suffix import SuffixDrafter
 from spec_models.checks import vocabulary_rows
 from spec_models.pairs import PAIRS, load_pair
 from workloads import GROUNDED, WORKLOADS
@@ -56,7 +57,7 @@ def method_of(args, name: str, task: Task, draft, costs: dict) -> Method:
     if name == "draft":
         method = draft_model(task, draft.model, args.draft_k)
         return Method(method.drafter, policy_of(args, args.draft_k, costs))
-    drafter = LookupDrafter(args.ngram_max, args.ngram_min, args.match)
+    drafter = SuffixDrafter() if args.match == "suffix" else LookupDrafter(args.ngram_max, args.ngram_min, args.match)
     if name == "hybrid":
         model = ModelDrafter(draft.model, vocabulary_rows(task.target), read_last=task.loop == "essay")
         drafter = HybridDrafter(drafter, model, args.draft_k)
@@ -78,7 +79,7 @@ def look_ups(task: Task, method: Method) -> dict:
 
 def same_search(args) -> bool:
     """Whether rounds can be compared with transformers': it goes down to n-grams of 1, and its k is fixed."""
-    return args.ngram_min == 1 and args.k_policy == "fixed"
+    return args.ngram_min == 1 and args.k_policy == "fixed" and args.match != "suffix"
 
 
 def check_rounds(args, row: dict) -> None:
@@ -165,7 +166,7 @@ def method_verdict(method: str, where: dict) -> str:
 
 
 def rounds_verdict(args, summary: dict) -> str:
-    not_same = "" if same_search(args) else " (n-grams down to 1, k fixed: not the same rule)"
+    not_same = "" if same_search(args) else " (n-grams down to 1, a fixed k, one place copied: not the same rule)"
     failed = f": the claim does NOT hold, --match {args.match} takes more" if more_rounds(args, summary) else ""
     return f"look-up took {summary['rounds']} rounds, generate's prompt look-up {summary['transformers_rounds']}{not_same}{failed}."
 
@@ -239,9 +240,9 @@ def parse_args(argv):
     )
     parser.add_argument(
         "--match",
-        choices=MATCHES,
+        choices=(*MATCHES, "suffix"),
         default=MATCHES[0],
-        help="which of several matches is copied; first: as `generate` does",
+        help="which of several matches is copied; first: as `generate` does; suffix: the commonest continuation, as far as counts go",
     )
     parser.set_defaults(keep_plain=True)  # transformers' own look-up is an arm of every run
     return parser.parse_args(argv)
@@ -285,8 +286,9 @@ def main(argv=None) -> int:
         rows = run(args, target, drafts[0] if drafts else None, texts, file)
         summary = summarise(rows)
         file.finish(summary)
+    searched = "every length by its counts" if args.match == "suffix" else f"n-grams of {args.ngram_max} to {args.ngram_min}"
     tell(
-        f"n-grams of {args.ngram_max} to {args.ngram_min}, {args.n_tokens} tokens\n\n{table(rows, args.wide)}\n\n{verdict(args, summary)}\nresults in {args.results}"
+        f"{searched}, {args.n_tokens} tokens\n\n{table(rows, args.wide)}\n\n{verdict(args, summary)}\nresults in {args.results}"
     )
     return int(any(row["error"] for row in rows) or more_rounds(args, summary))
 

@@ -35,7 +35,7 @@ from spec_sampling import table as sampling_table
 ROOT = HERE.parent
 PAGES = {"readme": ROOT / "README.md", "results": ROOT / "RESULTS.md", "card": HERE / "drafts" / "MODEL_CARD.md"}
 NAMES = ("one_pass", "precondition", "precondition_bfloat16", "decode", "decode_tree", "bench", "drafts",
-         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "adaptive", "batch", "rounding_bfloat16", "rounding_float16")  # fmt: skip
+         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "lookup_suffix", "adaptive", "batch", "rounding_bfloat16", "rounding_float16")  # fmt: skip
 
 
 def load_all(folder: Path) -> dict[str, dict]:
@@ -211,6 +211,8 @@ def further_tables(all_of: dict) -> dict[str, str]:
         found["block_table"] = block_table(all_of["sampling_block"]["summary"]["temperatures"])
     if "lookup" in all_of:
         found["lookup_table"] = lookup_table(part(all_of["lookup"], "look-up"), wide=True)
+    if "lookup_suffix" in all_of:
+        found["suffix_table"] = lookup_table(part(all_of["lookup_suffix"], "look-up"), wide=True)
     if "adaptive" in all_of:
         arms = all_of["adaptive"]["summary"]["arms"]
         texts = [text for text in dict.fromkeys(row["text"] for row in arms) if text != "all"]
