@@ -29,7 +29,7 @@ from spec_harness.options import (
     workload_prompt,
 )
 from spec_harness.results import ResultFile
-from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
+from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words, turns_of
 from spec_harness.theory import best_k, ceiling, measured_v
 from workloads import WORKLOADS
 
@@ -158,7 +158,7 @@ def verdict(summary: dict, name: str) -> str:
     elif summary["best_verdict"] in ("slower", "noise"):
         lines.append(f"do not speculate on {name} with this pair: the {best} gives {summary['best_words']}.")
     else:
-        lines.append(f"{best}: {summary['best_words']}, in turns that did not choose it.")
+        lines.append(f"{best}; in turns that did not choose it: {summary['best_words']}.")
     lines.append(
         f"speed and costs differ by {summary['prediction_error_median']:+.3f} in the median over all cells (without sign "
         f"{summary['prediction_error_median_abs']:.3f}, at most {summary['prediction_error_max_abs']:.3f})."
@@ -167,7 +167,7 @@ def verdict(summary: dict, name: str) -> str:
         lines.append(f"foretold from alpha of every other round, the rounds between were off by {summary['forecast_error_median']:+.3f} in the median "
                      f"(without sign {summary['forecast_error_median_abs']:.3f}, at most {summary['forecast_error_max_abs']:.3f}).")  # fmt: skip
     aa = interval_text(summary["aa_low"], summary["aa_high"], 3)
-    lines.append(f"the same code against itself: {summary['aa']:.3f}x{f' ({aa})' if aa else ''}, {summary['pairs']} turns of all cells; the loop's own time is "
+    lines.append(f"the same code against itself: {summary['aa']:.3f}x{f' ({aa})' if aa else ''}, {turns_of(summary['pairs'])} of all cells; the loop's own time is "
                  f"{100 * summary['overhead_share_median']:.1f} % of a round.")  # fmt: skip
     return "\n".join(lines)
 

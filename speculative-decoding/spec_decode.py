@@ -38,7 +38,7 @@ from spec_harness.options import (
     policy_of,
 )
 from spec_harness.reference import reference_arms
-from spec_harness.tables import against_transformers, decode_verdict, shown_rounds, what_it_does
+from spec_harness.tables import against_transformers, decode_verdict, shown_rounds, turns_of, what_it_does
 from spec_harness.theory import measured_v
 from spec_loop import forward, prefill
 from spec_methods.trees import TreeDrafter, check_tree
@@ -232,7 +232,7 @@ def method_of(args, task: Task, draft, costs: dict) -> Method:
 def run(args, target, draft, prompts: list[tuple[str, str]], file) -> list[dict]:
     """Measure every prompt not yet in the file. Returns their rows."""
     rows, tasks = [], {name: make_task(args, target, draft, text) for name, text in prompts}
-    every = f"{args.n_tokens} tokens, k={args.k}, {args.repeats} turns of every arm"
+    every = f"{args.n_tokens} tokens, k={args.k}, {turns_of(args.repeats)} of every arm"
     say(f"what passes cost, then {', '.join(tasks)}: {every} ...")
     costs = measure_costs(file, list(tasks.values()), draft.model, sorted({args.k, args.tree, 1}))
     for name, task in tasks.items():

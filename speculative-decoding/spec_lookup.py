@@ -33,7 +33,7 @@ from spec_harness.options import (
 )
 from spec_harness.reference import prompt_lookup_rounds, run_prompt_lookup
 from spec_harness.results import ResultFile
-from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval
+from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, turns_of
 from spec_loop import ModelDrafter
 from spec_methods.lookup import MATCHES, HybridDrafter, LookupDrafter
 from spec_methods.suffix import SuffixDrafter
@@ -42,6 +42,7 @@ from spec_models.pairs import PAIRS, load_pair
 from workloads import GROUNDED, WORKLOADS
 
 TEXTS = {**GROUNDED, **WORKLOADS}
+NGRAMS = (3, 1)  # the longest and the shortest n-gram looked for, unless said
 LONGEST_NGRAM = 32  # every size has its index; a longer match is always one of this length as well
 METHODS = ("lookup", "hybrid", "draft")
 VERDICTS = {
@@ -195,7 +196,7 @@ def verdict(args, summary: dict) -> str:
         lines.append(rounds_verdict(args, summary))
     aa = interval_text(summary["aa_low"], summary["aa_high"], 3)
     lines.append(
-        f"the same code against itself: {summary['aa']:.3f}x{f' ({aa})' if aa else ''}, {summary['pairs']} turns."
+        f"the same code against itself: {summary['aa']:.3f}x{f' ({aa})' if aa else ''}, {turns_of(summary['pairs'])}."
     )
     return "\n".join(lines)
 
@@ -233,10 +234,10 @@ def parse_args(argv):
         help="guesses of the draft model a round, alone and in the hybrid",
     )
     parser.add_argument(
-        "--ngram-max", type=at_least(1, LONGEST_NGRAM), default=3, help="last tokens to search for, the longest first"
+        "--ngram-max", type=at_least(1, LONGEST_NGRAM), default=NGRAMS[0], help="last tokens to search for, the longest first"
     )
     parser.add_argument(
-        "--ngram-min", type=at_least(1, LONGEST_NGRAM), default=1, help="last tokens that must match at least"
+        "--ngram-min", type=at_least(1, LONGEST_NGRAM), default=NGRAMS[1], help="last tokens that must match at least"
     )
     parser.add_argument(
         "--match",
@@ -279,6 +280,8 @@ def main(argv=None) -> int:
         raise UserError(
             "--k-policy confidence: a copied guess has no confidence to look at; choose cost, or a method with a draft"
         )
+    if args.match == "suffix" and (args.ngram_max, args.ngram_min) != NGRAMS:
+        raise UserError("--match suffix: weighs every length of match; leave --ngram-max and --ngram-min out")
     if args.ngram_min > args.ngram_max:
         raise UserError(f"--ngram-min {args.ngram_min}: more than --ngram-max {args.ngram_max}; lower it")
     texts = texts_of(args)

@@ -16,6 +16,7 @@ from spec_common import UserError, dtype_name, tell
 import torch
 
 from spec_cli import at_least, command, make_parser
+from spec_harness.costs import passes_within
 from spec_harness.options import open_run
 from spec_harness.tables import markdown_table
 from spec_models import linear as cpu_linear
@@ -60,7 +61,8 @@ def differences(whole: torch.Tensor, part: torch.Tensor) -> list[float]:
 def run(model, tokenizer, ids: torch.Tensor, cut: int) -> tuple[list[dict], dict]:
     """Rows for each prefix, and the summary. A row says what one pass over everything predicts there, what the pass
     over the first `cut` tokens does, and what the prefix gives when it is run alone."""
-    whole = all_logits(model, ids)
+    with passes_within(ids.shape[1], "--text"):
+        whole = all_logits(model, ids)
     if not whole.isfinite().all():
         raise UserError(f"--model: logits are not finite in {dtype_name(model.dtype)}; try another --dtype")
     rows = predictions(whole, tokenizer, ids[0].tolist())

@@ -31,7 +31,7 @@ from spec_harness.costs import (
 )
 from spec_harness.essay import FIGURES, essay_cost
 from spec_harness.options import add_draft_options, open_run
-from spec_harness.tables import fixed, markdown_table
+from spec_harness.tables import fixed, markdown_table, turns_of
 from spec_models.checks import check_room
 from spec_models.depth import Depth, first_layers
 from spec_models.find import EMBEDDED, SHIPPED_CONFIGS
@@ -228,7 +228,7 @@ def main(argv=None) -> int:
     forms = lambda model: other_forms(args, model, model.model.device, model.model.dtype)  # noqa: E731
     with open_run(args, "spec_precondition", load=load_models, ready=forms) as (file, model, drafts, others):
         compared = args.compared
-        say(f"{args.repeats} turns of passes over {', '.join(map(str, args.tokens))} tokens ...")
+        say(f"{turns_of(args.repeats)} of passes over {', '.join(map(str, args.tokens))} tokens ...")
         draft = drafts[0] if drafts else None
         depth = Depth(args.layers, model.about["layers"]) if args.layers else None
         rows, summary = run(args, model.model, draft and draft.model, others, depth)

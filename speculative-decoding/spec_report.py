@@ -25,7 +25,7 @@ from spec_drafts import verdict as draft_verdict
 from spec_harness.advice import NEARLY_FREE
 from spec_harness.results import was_edited
 from spec_harness.rounding import COLUMNS as ROUNDING
-from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, what_it_does
+from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, turns_of, what_it_does
 from spec_harness.variants import table as variants_table
 from spec_lookup import table as lookup_table
 from spec_precondition import cost_table
@@ -72,7 +72,7 @@ def conditions(document: dict) -> str:
     config, busy = document["config"], document["environment"].get("cpu_busy")
     text = config.get("workload")
     parts = [text and ("all five texts" if text == "all" else text), f"{config['n_tokens']} tokens" if "n_tokens" in config else None,
-             f"k = {config['k']}" if config.get("k") else None, f"{config['repeats']} turns of every arm",
+             f"k = {config['k']}" if config.get("k") else None, f"{turns_of(config['repeats'])} of every arm",
              None if busy is None else f"{busy:.0%} of the CPUs in use by others at the start"]  # fmt: skip
     return f"`{document['command']}`: " + ", ".join(filter(None, parts)) + "."
 

@@ -10,6 +10,7 @@ import torch
 
 import spec_batch
 import spec_decode
+import spec_one_pass
 import spec_precondition
 import tiny
 from spec_harness.arms import start_drafter
@@ -157,6 +158,24 @@ def test_a_context_that_cannot_be_read_is_one_line(unnamed, tmp_path, monkeypatc
     argv += ["--repeats", "1", "--results", str(tmp_path / "r.json")]
     assert spec_precondition.main([*argv, "--context", "40"]) == 2
     assert "error: --context: a pass fails in a text of up to " in capfd.readouterr().err
+
+
+def test_a_text_past_a_limit_is_one_line_where_one_pass_reads_it(unnamed, tmp_path, capfd):
+    folder = tiny.save(tiny.gpt2(n_positions=LIMIT), tmp_path / "m")
+    words = " ".join(f"w{i}" for i in range(LIMIT + 4))
+    argv = ["--device", "cpu", "--model", folder, "--text", words, "--results", str(tmp_path / "r.json")]
+    assert spec_one_pass.main(argv) == 2
+    assert f"error: --text: a pass fails in a text of up to {LIMIT + 4} tokens" in capfd.readouterr().err
+
+
+def test_forms_side_by_side_past_a_limit_are_one_line_and_the_curve_stays(unnamed, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("spec_harness.costs.READ_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("spec_harness.costs.SQUARE", {"cpu": 64})
+    folder, results = tiny.save(tiny.gpt2(n_positions=LIMIT), tmp_path / "m"), str(tmp_path / "r.json")
+    argv = ["--device", "cpu", "--model", folder, "--tokens", "1,12", "--context", "8", "--compare-linears"]
+    assert spec_precondition.main([*argv, "--repeats", "1", "--results", results]) == 2
+    assert "error: --context or --tokens: a pass fails in a text of up to 20 tokens" in capfd.readouterr().err
+    assert [row["tokens"] for row in saved(results)["rows"] if not row["error"]] == [1]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), KeyError("x")])

@@ -116,7 +116,7 @@ def fill_pair(args) -> None:
     args.target = target if args.target is None else args.target
     if args.draft is None:
         if args.target != target:
-            raise UserError("--draft: missing; the pair's own draft belongs to another target")
+            raise UserError("--draft: missing; the pair's own belongs to another target, so name one for yours")
         args.draft = draft
 
 

@@ -60,7 +60,7 @@ def decoded(data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError("not a text in UTF-8") from error
+        raise ValueError("not a text in UTF-8; save it as one") from error
 
 
 def parsed(text: str) -> object:

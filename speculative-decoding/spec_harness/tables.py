@@ -10,6 +10,10 @@ from spec_common import FEWEST_PAIRS, interval_text, judge_speed, paired_ratio
 from spec_models.pieces import next_piece, pieces
 
 
+def turns_of(count: int) -> str:
+    return f"{count} turn" if count == 1 else f"{count} turns"
+
+
 def markdown_table(rows: Sequence[dict], columns: Sequence[tuple[str, str, Callable[[object], str]]]) -> str:
     """A Markdown table, padded so that it reads in a terminal too, columns of numbers to the right. `columns` holds (key, heading, format)."""
     cells = [[heading for _, heading, _ in columns]]

@@ -9,7 +9,7 @@ from spec_common import UserError, interleave, paired_ratio
 
 import torch
 
-from spec_harness.costs import timed_pass, warm_cache
+from spec_harness.costs import passes_within, timed_pass, warm_cache
 from spec_harness.tables import fixed, markdown_table
 from spec_models.checks import Loaded
 from spec_models.fused import FusedLlama, supported
@@ -49,14 +49,15 @@ def in_each_pass(loaded: Loaded, kind: str) -> dict[str, torch.nn.Module]:
 
 def measure_variants(models: dict, ids: torch.Tensor, context: int, sizes: list[int], repeats: int, warmup: int) -> list[dict]:
     """A row for each of `models` and n, all passes in the same turns: milliseconds, V(n), and the share of the first
-    model's time, each a median with its raw seconds."""
-    caches = {name: warm_cache(model, ids, context) for name, model in models.items()}
-    arms = {
-        (name, n): partial(timed_pass, model, ids, caches[name], context, n)
-        for name, model in models.items()
-        for n in sizes
-    }
-    seconds = {arm: [run.seconds for run in runs] for arm, runs in interleave(arms, repeats, warmup).items()}
+    model's time, each a median with its raw seconds. Raises UserError where a pass fails."""
+    with passes_within(ids.shape[1], "--context or --tokens"):
+        caches = {name: warm_cache(model, ids, context) for name, model in models.items()}
+        arms = {
+            (name, n): partial(timed_pass, model, ids, caches[name], context, n)
+            for name, model in models.items()
+            for n in sizes
+        }
+        seconds = {arm: [run.seconds for run in runs] for arm, runs in interleave(arms, repeats, warmup).items()}
     first = next(iter(models))
     return [
         {"variant": name, "tokens": n, "pass_ms": 1000 * statistics.median(seconds[name, n]),

@@ -101,6 +101,11 @@ def test_the_text_is_greedys_own(prompt, hybrid):
     assert sum(done.emitted) == 40 and max(map(len, done.proposals)) <= 6
 
 
+def test_a_length_of_match_is_not_asked_for(pair, results, capsys):
+    assert spec_lookup.main([*pair, "--match", "suffix", "--ngram-min", "2"]) == 2
+    assert capsys.readouterr().err == "error: --match suffix: weighs every length of match; leave --ngram-max and --ngram-min out\n"
+
+
 def test_the_script_names_it_and_compares_no_rounds_with_another_rule(pair, results, capsys):
     argv = [*pair, "--prompt", "w1 w2 w3 w1 w2 w3 w1", "--methods", "lookup", "--match", "suffix"]
     assert spec_lookup.main([*argv, "--cpu-linear", "plain"]) == 0
