@@ -187,7 +187,7 @@ def test_no_timed_arm_of_the_drafts_looks_at_the_clock_on_its_way(looking):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_timed_arm_of_a_seed_looks_at_the_clock_on_its_way(temperature, looking):
     target, draft = pair(looking)
-    args = argparse.Namespace(k=3, repeats=2, warmup=0, allow_near_ties=False)
+    args = argparse.Namespace(k=3, repeats=2, warmup=0, allow_near_ties=False, verify="token")
     row = spec_sampling.measure_seed(tiny.task(target.model, n=8), draft.model, (temperature, 0, 1.0), 0, args)
     assert row["baseline_s"] == row["baseline_again_s"] == [ALONE + 1] * 2
     assert row["speculative_s"] == [TOGETHER + 1] * 2, "the run that notes the laws is no arm"
@@ -308,7 +308,7 @@ def test_a_text_with_an_excused_tie_is_not_called_exact(script, world, monkeypat
     for module in (spec_decode, spec_drafts, spec_sampling, spec_batch):
         monkeypatch.setattr(module, "check_exact", lambda *_: [dict(tie)])
     requests = requests_of(world, 4)
-    args = argparse.Namespace(k=3, n_tokens=8, repeats=1, warmup=0, allow_near_ties=True)
+    args = argparse.Namespace(k=3, n_tokens=8, repeats=1, warmup=0, allow_near_ties=True, verify="token")
     task, draft = next(iter(requests.tasks.values())), Loaded(requests.draft, None, "draft", "--draft")
     if script == "decode":  # which looks only at texts that differ
         real = spec_decode.run_speculative
