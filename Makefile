@@ -1,5 +1,5 @@
 # `make bench` measures and prints the tables, `make test` runs every test. Both make .venv first, and both may be called
-# again after an interruption. QUICK=1 is a shorter bench without verdicts; FRESH=1 measures again what is already there;
+# again after an interruption. QUICK=1 is a shorter bench without verdicts; FRESH=1 measures sweeps again that are already there;
 # DRAFT= another draft, PYTHON= another interpreter, RESULTS= another folder.
 # `make results` measures everything that is committed, by the scripts' default commands, and refills README, RESULTS and card.
 PYTHON ?= python3
@@ -19,15 +19,15 @@ COMMITTED := $(SCRIPTS)/results
 
 bench: .venv/ready
 	cd $(SCRIPTS) && ../$(PY) -m spec_models.embedded
-	$(PY) $(SCRIPTS)/spec_precondition.py --draft $(DRAFT) $(COST_SIZES) --results $(RESULTS)/spec_precondition.json
-	$(PY) $(SCRIPTS)/spec_bench.py --draft $(DRAFT) $(SIZES) $(RESUME) --results $(RESULTS)/spec_bench.json
-	$(PY) $(SCRIPTS)/spec_plot.py --results $(RESULTS)
+	$(PY) $(SCRIPTS)/spec_precondition.py --draft "$(DRAFT)" $(COST_SIZES) --results "$(RESULTS)/spec_precondition.json"
+	$(PY) $(SCRIPTS)/spec_bench.py --draft "$(DRAFT)" $(SIZES) $(RESUME) --results "$(RESULTS)/spec_bench.json"
+	$(PY) $(SCRIPTS)/spec_plot.py --results "$(RESULTS)"
 
 results: .venv/ready
 	cd $(SCRIPTS) && ../$(PY) -m spec_models.embedded
 	$(PY) $(SCRIPTS)/spec_one_pass.py --results $(COMMITTED)/spec_one_pass.json
-	$(PY) $(SCRIPTS)/spec_precondition.py --draft $(DRAFT) --compare-passes --results $(COMMITTED)/spec_precondition.json
-	$(PY) $(SCRIPTS)/spec_precondition.py --dtype bfloat16 --draft $(DRAFT) --results $(COMMITTED)/spec_precondition_bfloat16.json
+	$(PY) $(SCRIPTS)/spec_precondition.py --draft "$(DRAFT)" --compare-passes --results $(COMMITTED)/spec_precondition.json
+	$(PY) $(SCRIPTS)/spec_precondition.py --dtype bfloat16 --draft "$(DRAFT)" --results $(COMMITTED)/spec_precondition_bfloat16.json
 	$(PY) $(SCRIPTS)/spec_decode.py --vs-transformers $(RESUME) --results $(COMMITTED)/spec_decode.json
 	$(PY) $(SCRIPTS)/spec_decode.py --tree 8 $(RESUME) --results $(COMMITTED)/spec_decode_tree.json
 	$(PY) $(SCRIPTS)/spec_bench.py $(RESUME) --results $(COMMITTED)/spec_bench.json
