@@ -12,6 +12,8 @@ from spec_common import UserError
 import pytest
 
 import spec_report
+from spec_harness.charts import CHARTS
+from spec_harness.drawing import THEMES
 from spec_harness.results import measured_hash
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,9 +151,8 @@ def test_committed_results_are_strict_and_from_a_clean_commit(path):
 
 def test_every_chart_has_its_dark_twin():
     charts = {path.stem for path in RESULTS.glob("*.png")}
-    assert charts == {
-        f"{name}_{theme}" for name in ("k_sweep", "costs", "workloads", "time") for theme in ("light", "dark")
-    }
+    assert charts == {f"{name}_{theme}" for name in CHARTS for theme in THEMES}
+    assert all(f"results/{name}_light.png" in (ROOT / "RESULTS.md").read_text(encoding="utf-8") for name in CHARTS)
 
 
 def test_the_drafts_card_holds_acceptance_in_both_precisions():
