@@ -252,12 +252,21 @@ def filled(text: str, values: dict[str, str | None]) -> str:
     return text
 
 
+def code_states(document: dict) -> dict[str, str | None]:
+    """The state of each file that measured; files made before that was kept have one for the whole suite."""
+    where = document["environment"]
+    return where.get("code") or {"the suite": where.get("code_sha256")}
+
+
 def measured_by_one_code(all_of: dict) -> None:
-    """Raises UserError where the files were measured by different code, or by code that was not committed."""
-    codes = {name: one["environment"].get("code_sha256") for name, one in all_of.items()}
-    if len(set(codes.values())) > 1:
-        named_codes = ", ".join(f"{name} by {code}" for name, code in codes.items())
-        raise UserError(f"results of several states of the code ({named_codes}); run `make results FRESH=1`")
+    """Raises UserError where two files were measured by different states of a file of the suite, or by code that was not
+    committed."""
+    seen = {}
+    for name, one in all_of.items():
+        for file, state in code_states(one).items():
+            first, earlier = seen.setdefault(file, (name, state))
+            if state != earlier:
+                raise UserError(f"{first} and {name} were measured by two states of {file}; run `make results`")
     if any(one["environment"]["git_dirty"] for one in all_of.values()):
         raise UserError("results of code that was not committed; commit it and run `make results FRESH=1`")
 

@@ -58,13 +58,23 @@ def committed() -> dict:
     return spec_report.load_all(RESULTS)
 
 
+def code_of(every: dict, name: str, **change) -> None:
+    """Changes the states of the files that measured one of the results."""
+    every[name]["environment"]["code"] = spec_report.code_states(every[name]) | change
+
+
 def test_pages_are_not_filled_from_results_of_several_codes_or_of_uncommitted_code():
     spec_report.measured_by_one_code(committed())
-    for change in ({"code_sha256": "0" * 16}, {"git_dirty": True}):
-        every = committed()
-        every["bench"]["environment"] |= change
-        with pytest.raises(UserError, match="make results FRESH=1"):
-            spec_report.measured_by_one_code(every)
+    every = committed()
+    code_of(every, "bench", **{"spec_new.py": "a"})  # a file that the others do not run through
+    spec_report.measured_by_one_code(every)
+    code_of(every, "decode", **{"spec_new.py": "b"})
+    with pytest.raises(UserError, match="two states of spec_new.py; run `make results`"):
+        spec_report.measured_by_one_code(every)
+    every = committed()
+    every["bench"]["environment"]["git_dirty"] = True
+    with pytest.raises(UserError, match="make results FRESH=1"):
+        spec_report.measured_by_one_code(every)
 
 
 @pytest.fixture
@@ -98,8 +108,8 @@ def test_stale_pages_and_edited_results_and_those_of_other_code_are_told_apart(f
     assert spec_report.main(check) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "error: spec_bench.json: rows or summary were edited after they were measured; measure them again"
-    edit(bench, lambda document: document["environment"].update(code_sha256="0" * 16), signed=True)
-    assert spec_report.main(check) == 2 and "several states of the code" in capsys.readouterr().err
+    edit(bench, lambda document: document["environment"].update(code=dict.fromkeys(spec_report.code_states(document), "0")), signed=True)
+    assert spec_report.main(check) == 2 and "two states of" in capsys.readouterr().err
 
 
 def test_a_failed_cell_and_one_of_too_few_turns_can_be_shown():

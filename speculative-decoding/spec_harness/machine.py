@@ -7,13 +7,13 @@ import hashlib
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 from spec_common import HERE, device_name, dtype_name
 
 import torch
 
-PAGES = ("spec_report", "spec_plot", "fit_policy", "charts", "compare")  # they show or replay results and time nothing
 BUSY = 0.1  # share of the CPUs in use by others from which a measurement is worth a remark
 LOOK_S = 0.3  # how long that is looked at
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
@@ -37,11 +37,12 @@ def cpu_model() -> str:
 
 
 @functools.cache
-def code_hash() -> str:
-    """What measured: a hash of every file that a measurement runs through, committed or not. Read once, as it was loaded."""
-    folders = ("", "spec_harness", "spec_methods", "spec_models")
-    files = [path for folder in folders for path in sorted((HERE / folder).glob("*.py")) if path.stem not in PAGES]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+def code_hashes() -> dict[str, str]:
+    """What measures: the sha256 (12 digits) of every file of this suite that the process has loaded, committed or not,
+    by its path from the suite's folder. Read once; the suite imports its own files before it measures, none later."""
+    loaded = {Path(module.__file__).resolve() for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+    mine = sorted(path for path in loaded if HERE in path.parents and path.is_file())  # torch names some that are not
+    return {path.relative_to(HERE).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in mine}
 
 
 def cpus_allowed() -> int | None:
@@ -86,7 +87,7 @@ def environment(device: torch.device, dtype: torch.dtype, model=None) -> dict:
         "cpu_count": os.cpu_count(),
         "cpus_allowed": cpus_allowed(),
         "cpu_quota": cpu_quota(),
-        "code_sha256": code_hash(),
+        "code": code_hashes(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average_1m": load_average(),
         "cpu_busy": psutil.cpu_percent(LOOK_S) / 100,  # by others: this process waits meanwhile

@@ -468,16 +468,28 @@ def test_every_option_is_a_setting_but_where_things_go():
     assert set(vars(args)) - set(settings(args)) == {"results", "resume", "revision", "draft_revision", "wide"}
 
 
-@pytest.mark.parametrize("folder", ["", "spec_harness", "spec_methods", "spec_models"])
-def test_code_that_was_edited_is_other_code_committed_or_not(folder, tmp_path, monkeypatch):
-    for part in ("", "spec_harness", "spec_methods", "spec_models"):
-        (tmp_path / part).mkdir(exist_ok=True)
-        (tmp_path / part / "one.py").write_text("x = 1\n")
-    (tmp_path / "spec_report.py").write_text("")
+def test_the_code_that_measures_is_what_is_loaded_committed_or_not(tmp_path, monkeypatch):
+    """A file in use that is edited is other code; one that no measurement runs through is not there."""
+    for name in ("used", "folder/used_too", "unused"):
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x = 1\n")
+        if not name.startswith("un"):
+            monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(__file__=str(path)))
     monkeypatch.setattr(machine, "HERE", tmp_path)
-    code_hash = machine.code_hash.__wrapped__
-    before = code_hash()
-    (tmp_path / "spec_report.py").write_text("# a page measures nothing\n")
-    assert code_hash() == before
-    (tmp_path / folder / "one.py").write_text("x = 2\n")
-    assert code_hash() != before
+    code_hashes = machine.code_hashes.__wrapped__
+    before = code_hashes()
+    assert list(before) == ["folder/used_too.py", "used.py"]
+    (tmp_path / "unused.py").write_text("x = 2\n")
+    assert code_hashes() == before
+    (tmp_path / "folder" / "used_too.py").write_text("x = 2\n")
+    assert [name for name, state in code_hashes().items() if state != before[name]] == ["folder/used_too.py"]
+
+
+def test_a_measurement_names_the_files_it_runs_through():
+    """From the shell: the loop, the harness and the script itself, and no page that only shows results."""
+    seen = "import sys, spec_decode; from spec_harness import machine; print(*machine.code_hashes())"
+    done = subprocess.run([sys.executable, "-c", seen], cwd=machine.HERE, capture_output=True, text=True, check=True)
+    files = set(done.stdout.split())
+    assert {"spec_decode.py", "spec_loop.py", "spec_common.py", "spec_harness/cells.py", "spec_models/fused.py"} <= files
+    assert not {"spec_report.py", "spec_plot.py", "spec_batch.py", "spec_harness/charts.py"} & files
