@@ -34,10 +34,8 @@ from spec_harness.options import (
 from spec_harness.reference import prompt_lookup_rounds, run_prompt_lookup
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, turns_of
-from spec_loop import ModelDrafter
 from spec_methods.lookup import MATCHES, HybridDrafter, LookupDrafter
 from spec_methods.suffix import SuffixDrafter
-from spec_models.checks import vocabulary_rows
 from spec_models.pairs import PAIRS, load_pair
 from workloads import GROUNDED, WORKLOADS
 
@@ -60,8 +58,7 @@ def method_of(args, name: str, task: Task, draft, costs: dict) -> Method:
         return Method(method.drafter, policy_of(args, args.draft_k, costs))
     drafter = SuffixDrafter() if args.match == "suffix" else LookupDrafter(args.ngram_max, args.ngram_min, args.match)
     if name == "hybrid":
-        model = ModelDrafter(draft.model, vocabulary_rows(task.target), read_last=task.loop == "essay")
-        drafter = HybridDrafter(drafter, model, args.draft_k)
+        drafter = HybridDrafter(drafter, draft_model(task, draft.model, args.draft_k).drafter, args.draft_k)
     return Method(drafter, policy_of(args, args.k, costs))
 
 

@@ -290,11 +290,19 @@ class ModelDrafter:
         if state.length > 1 and not self.blind:
             forward(self.model, state.ids[:, : state.length - 1], self.cache)
 
+    def unread(self, state: State) -> torch.Tensor:
+        """(1, n): the tokens of the text that it has not read."""
+        return state.unread(self.cache)
+
+    def read(self, fed: torch.Tensor) -> Pass:
+        """One pass over `fed` (1, n)."""
+        return forward(self.model, fed, self.cache)
+
     def propose(self, state: State, budget: Budget) -> Proposal:
         """Up to `budget.depth` guesses; fewer where the budget has enough."""
-        made, guesses, fed = Proposal(state.ids[0, :0]), [], state.unread(self.cache)
+        made, guesses, fed = Proposal(state.ids[0, :0]), [], self.unread(state)
         while len(guesses) < budget.depth and not self.blind:
-            out = forward(self.model, fed, self.cache)
+            out = self.read(fed)
             state.watch("draft")
             row = out.logits[:, -1]
             picked, law = self.rule.choose(row, self.ids.sayable)
@@ -308,7 +316,7 @@ class ModelDrafter:
         if guesses:
             made.tokens = torch.cat(guesses)
             if self.read_last:
-                forward(self.model, fed, self.cache)
+                self.read(fed)
                 state.watch("draft")
         return made
 

@@ -144,7 +144,8 @@ def fit(run, target, layers, shards, rows):
     """Train one cut from its checkpoint on, as far as its options say; gives the draft and how far it came."""
     draft = training.trainable(target, layers)
     optimizer, progress = training.prepare(run, draft)
-    finished = training.train(run, draft, optimizer, shards, rows, progress)
+    lesson = training.lesson_of(1)
+    finished = training.train(run, draft, lesson, optimizer, shards, rows, progress)
     training.save_state(run.out / "state.pt", draft, optimizer, progress)
     if not finished:
         raise KeyboardInterrupt

@@ -65,3 +65,10 @@ class Shards:
             hidden.append(part["hidden"][span][learnt])
             top.append(part["top"][span][learnt])
         return ids, torch.cat(place), torch.cat(hidden).float(), torch.cat(top).long()
+
+    def features(self, batch, width):
+        """The teacher's hidden states of all positions, (rows, width, hidden) in float32; zeros behind a text."""
+        found = torch.zeros(len(batch), width, self.parts[batch[0][0]]["hidden"].shape[1])
+        for at, (number, offset, length, _) in enumerate(batch):
+            found[at, :length] = self.parts[number]["hidden"][offset : offset + length].float()
+        return found

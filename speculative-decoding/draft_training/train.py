@@ -15,6 +15,8 @@ import functools
 import json
 import pathlib
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 from spec_common import UserError, first_line
 
@@ -81,15 +83,35 @@ def rate(done, peak, step, warm_steps, decay):
     return peak * min(1.0, (step + 1) / warm_steps, max(0.0, (1 - done) / decay))
 
 
-def one_step(draft, optimizer, shards, batch, args, learning_rate, generator):
+class Lesson(NamedTuple):
+    """How a kind of draft is taught and judged."""
+
+    states: Callable  # (draft, shards, batch, generator) -> its states and the teacher's (rows, hidden), the teacher's best ids
+    judge: Callable  # (draft, held-out rows) -> shares by kind
+
+
+def plain_states(draft, shards, batch, generator):
+    """What the loss compares, of a draft that reads tokens alone: a row for each position that is learnt from."""
+    ids, place, teacher_states, top = shards.tensors(batch, generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = draft.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
+    return states, teacher_states, top
+
+
+def lesson_of(guesses):
+    """The lesson of an ordinary draft, or of one whose single pass makes so many guesses."""
+    if guesses == 1:
+        return Lesson(plain_states, agreement)
+    return Lesson(
+        lambda draft, shards, batch, generator: chain_states(draft, shards, batch, guesses, generator),
+        lambda draft, rows: agreement(draft, rows) | by_place(draft, rows, guesses),
+    )
+
+
+def one_step(draft, lesson, optimizer, shards, batch, args, learning_rate, generator):
     """One update; gives the sums of the loss parts and the tokens seen."""
     extra = torch.randint(draft.config.vocab_size, (args.negatives,), generator=generator)
-    if args.guesses > 1:
-        states, teacher_states, top = chain_states(draft, shards, batch, args.guesses, generator)
-    else:
-        ids, place, teacher_states, top = shards.tensors(batch, generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            states = draft.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
+    states, teacher_states, top = lesson.states(draft, shards, batch, generator)
     loss, parts = distill_loss(
         states,
         teacher_states,
@@ -112,10 +134,10 @@ def log(path, row):
         file.write(json.dumps(row) + "\n")
 
 
-def report(args, draft, rows, progress):
+def report(args, draft, lesson, rows, progress):
     """Held-out agreement into the log and onto stderr."""
     draft.eval()
-    table = agreement(draft, rows) | (by_place(draft, rows, args.guesses) if args.guesses > 1 else {})
+    table = lesson.judge(draft, rows)
     draft.train()
     log(args.out / "log.jsonl", {"event": "held_out", **progress, "agreement": table})
     print("\n  " + "  ".join(f"{kind} {share:.3f}" for kind, share in table.items()), file=sys.stderr, flush=True)
@@ -136,7 +158,7 @@ def tell(args, progress, parts, done, learning_rate):
     )
 
 
-def train(args, draft, optimizer, shards, rows, progress):
+def train(args, draft, lesson, optimizer, shards, rows, progress):
     """Epochs over the shards until the budget of time (pauses between runs do not count) or steps is spent; whether it
     was."""
     draft.train()
@@ -147,14 +169,14 @@ def train(args, draft, optimizer, shards, rows, progress):
             if not shards.index:
                 raise UserError("--data: no shard with a row to train on; make some with draft_training.data")
             batches = shards.epoch(args.seed * 1000 + progress["epoch"], args.batch_tokens)
-            if an_epoch(args, draft, optimizer, shards, batches[progress["batch"] :], rows, progress, clock, stop):
+            if an_epoch(args, draft, lesson, optimizer, shards, batches[progress["batch"] :], rows, progress, clock, stop):
                 return True
             if not stop.asked:
                 progress.update(epoch=progress["epoch"] + 1, batch=0)
     return False
 
 
-def an_epoch(args, draft, optimizer, shards, batches, rows, progress, clock, stop):
+def an_epoch(args, draft, lesson, optimizer, shards, batches, rows, progress, clock, stop):
     """The batches of one epoch, as far as the budget goes; whether it is spent."""
     sums = {}
     for batch in batches:
@@ -163,7 +185,7 @@ def an_epoch(args, draft, optimizer, shards, batches, rows, progress, clock, sto
             return done >= 1
         learning_rate = rate(done, args.lr, progress["step"], args.warm_steps, args.decay)
         generator = torch.Generator().manual_seed(args.seed * 1_000_003 + progress["step"])
-        parts, tokens = one_step(draft, optimizer, shards, batch, args, learning_rate, generator)
+        parts, tokens = one_step(draft, lesson, optimizer, shards, batch, args, learning_rate, generator)
         sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
         for name, more in (("step", 1), ("batch", 1), ("tokens", tokens)):
             progress[name] += more
@@ -172,7 +194,7 @@ def an_epoch(args, draft, optimizer, shards, batches, rows, progress, clock, sto
             tell(args, progress, sums, done, learning_rate)
             sums = {}
         if progress["step"] % args.check_every == 0:
-            report(args, draft, rows, progress)
+            report(args, draft, lesson, rows, progress)
             save_state(args.out / "state.pt", draft, optimizer, progress)
     return False
 
@@ -225,7 +247,7 @@ def log_start(args, shards):
     """The options of the run and its data into the log, without the names of folders."""
     paths = ("target", "data", "out", "grow", "keep_out", "prompts")
     config = {name: value for name, value in vars(args).items() if name not in paths}
-    config["grown_from"] = args.grow and args.grow.name
+    config["grown_from"] = args.grow.name if getattr(args, "grow", None) else None
     start = {"event": "start", "config": config, "data_tokens": shards.tokens, "left_out": shards.left_out}
     log(args.out / "log.jsonl", start)
 
@@ -247,14 +269,15 @@ def main(argv=None):
         add_mask(draft)
     if args.grow:
         grow(draft, layers, args.grow)
+    lesson = lesson_of(args.guesses)
     optimizer, progress = prepare(args, draft)
     shards = shards_of(args, tokenizer, rows)
     log_start(args, shards)
     if not progress["step"]:
-        report(args, draft, rows, progress)
-    finished = train(args, draft, optimizer, shards, rows, progress)
+        report(args, draft, lesson, rows, progress)
+    finished = train(args, draft, lesson, optimizer, shards, rows, progress)
     save_state(args.out / "state.pt", draft, optimizer, progress)
-    report(args, draft, rows, progress)
+    report(args, draft, lesson, rows, progress)
     card = {"tokens": progress["tokens"], "steps": progress["step"], "data_tokens": shards.tokens}
     card = export(args, draft, target, layers, rows, card | {"cpu_minutes": round(progress["cpu_s"] / 60, 1)})
     print(json.dumps({"finished": finished, **card}))

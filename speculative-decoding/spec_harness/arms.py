@@ -15,8 +15,10 @@ import torch
 
 from spec_counts import Decoded
 from spec_loop import Greedy, ModelDrafter, State, baseline, prefill, speculate
+from spec_methods.eagle import EagleDrafter
 from spec_methods.policy import FixedK
 from spec_models.checks import vocabulary_rows
+from spec_models.eagle import Eagle
 
 
 @dataclass
@@ -67,8 +69,10 @@ class Method:
 def draft_model(task: Task, draft, k: int, rule=None) -> Method:
     """The plain method: `draft` guesses k tokens a round, each in a pass of its own."""
     rule = rule or Greedy()
-    drafter = ModelDrafter(draft, vocabulary_rows(task.target), read_last=task.loop == "essay", rule=rule)
-    return Method(drafter, FixedK(k), rule)
+    options = {"target_rows": vocabulary_rows(task.target), "read_last": task.loop == "essay", "rule": rule}
+    if isinstance(draft, Eagle):
+        return Method(EagleDrafter(draft, task.target, **options), FixedK(k), rule)
+    return Method(ModelDrafter(draft, **options), FixedK(k), rule)
 
 
 class Run(NamedTuple):

@@ -21,6 +21,7 @@ from spec_counts import Decoded, Round
 from spec_harness.arms import Method, Run, Task, draft_model, run_baseline, run_speculative
 from spec_loop import cut_block
 from spec_models.checks import Loaded
+from spec_models.eagle import Eagle
 
 NO_PAD = -1  # no text holds it: from a real id transformers would infer a mask that hides it from the assistant
 
@@ -129,6 +130,9 @@ def reference_arms(task: Task, target: Loaded, draft: Loaded, k: int) -> dict:
     if k == 0:
         return arms
     assistant = draft.plain or draft.model
+    if isinstance(assistant, Eagle):
+        say(f"assisted generation is left out: `generate` takes no head that reads the target's states ({draft.name})")
+        return arms
     try:
         counted = run_assisted(theirs, assistant, task, k, RoundLengths()).done
     except (IndexError, ValueError) as error:

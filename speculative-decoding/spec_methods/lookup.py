@@ -73,10 +73,9 @@ class HybridDrafter:
     """
 
     confident = False  # not every guess has a probability
-    taps = ()
 
     def __init__(self, lookup: LookupDrafter, drafter: ModelDrafter, model_k: int):
-        self.lookup, self.drafter, self.model_k = lookup, drafter, model_k
+        self.lookup, self.drafter, self.model_k, self.taps = lookup, drafter, model_k, drafter.taps
 
     @property
     def work(self) -> Work:

@@ -67,28 +67,46 @@ def same_target(stored, model):
     return all(abs(a - b) <= 2e-4 + 0.01 * abs(a) for a, b in zip(stored, mine, strict=True))
 
 
+def kind_of(path) -> str | None:
+    """What sort of head the file holds; None: an ordinary draft."""
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata().get("kind", "null"))
+
+
 def belongs_to(path, model) -> bool:
     """Whether the draft file was trained for `model`."""
     with safe_open(path, "pt") as file:
         return same_target(json.loads(file.metadata()["target"]), model)
 
 
-def save_draft(path, model, target, layers, card):
-    """Write the trained tensors of `model`, cut from `target` at `layers`, with what unpacking needs in the metadata."""
+def write_tensors(path, states, metadata):
+    """Write the tensors of a draft, matrices as int8 rows, whole or not at all."""
     tensors = {}
-    for name, tensor in model.state_dict().items():
-        if any(part in name for part in SHARED):
-            continue
+    for name, tensor in states.items():
         if tensor.ndim == 2:
             tensors[name], tensors[name + ".scale"] = pack_rows(tensor)
         else:
             tensors[name] = tensor.float().contiguous()
-    config = {key: getattr(model.config, key, None) for key in CONFIG_KEYS} | {"num_hidden_layers": len(layers)}
-    metadata = {"format": FORMAT, "config": config, "layers": list(layers), "target": fingerprint(target), "card": card}
     path = pathlib.Path(path)
     partial = path.with_suffix(".part")
     save_file(tensors, partial, metadata={key: json.dumps(value) for key, value in metadata.items()})
     os.replace(partial, path)
+
+
+def trained_states(model):
+    """The tensors of a draft that are its own."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not any(part in name for part in SHARED)}
+
+
+def config_of(model, layers):
+    """The config of a draft of so many layers, as its file holds it."""
+    return {key: getattr(model.config, key, None) for key in CONFIG_KEYS} | {"num_hidden_layers": layers}
+
+
+def save_draft(path, model, target, layers, card):
+    """Write the trained tensors of `model`, cut from `target` at `layers`, with what unpacking needs in the metadata."""
+    about = {"config": config_of(model, len(layers)), "layers": list(layers), "target": fingerprint(target)}
+    write_tensors(path, trained_states(model), {"format": FORMAT, **about, "card": card})
 
 
 def read_draft(path):

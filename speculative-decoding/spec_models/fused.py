@@ -224,13 +224,14 @@ class FusedLlama(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         past_key_values=None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         use_cache: bool = True,
         output_hidden_states=None,
+        inputs_embeds: torch.Tensor | None = None,
     ):
         """Logits of the last `logits_to_keep` (0: all) of input_ids (rows, n), (rows, keep, vocabulary); the cache grows by n.
 
@@ -239,9 +240,11 @@ class FusedLlama(nn.Module):
         and itself. `output_hidden_states`: indices as in transformers (0: embeddings, i: after layer i, last: after the last
         norm); `.hidden_states` has those, (rows, n, hidden), and None elsewhere. `past_key_values`: a FusedCache, which
         serves one row, or a cache of transformers that says itself where it writes; then positions and mask are needed.
+        `inputs_embeds` (rows, n, hidden): what the first layer reads, in place of the embeddings of ids.
         """
         cache = FusedCache() if past_key_values is None else past_key_values
-        (rows, n), own = input_ids.shape, isinstance(cache, FusedCache)
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        (rows, n), own = x.shape[:2], isinstance(cache, FusedCache)
         if own and rows != 1:
             raise ValueError(f"a FusedCache serves one row, not {rows}")
         end = cache.length + n if own else attention_mask.shape[-1]
@@ -250,7 +253,7 @@ class FusedLlama(nn.Module):
         places = slice(end - n, end) if position_ids is None else position_ids.expand(rows, n).flatten()
         turn, sight = self.turn(places, end), self.sight(rows, n, end - n, attention_mask, own)
         wanted = frozenset(output_hidden_states or ())
-        x, states = self.through_layers(self.embed(input_ids.flatten()), cache, turn, sight, wanted)
+        x, states = self.through_layers(x.flatten(0, 1), cache, turn, sight, wanted)
         if own:
             cache.length = end
         return self.result(x.view(rows, n, -1), states, wanted, logits_to_keep)

@@ -15,13 +15,15 @@ from pathlib import Path
 from spec_common import HERE, UserError, dtype_name, first_line, remark
 
 import torch
+from safetensors import SafetensorError
 
 from spec_models import fused
 from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks
 from spec_models.cut import cut_model
+from spec_models.eagle import KIND, Eagle, build_eagle
 from spec_models.embedded import sha256
-from spec_models.files import belongs_to, build_draft
+from spec_models.files import belongs_to, build_draft, kind_of
 from spec_models.find import EMBEDDED
 from spec_models.graph import GraphLlama, captures
 from spec_models.load import linear_kind, load, pack_linear
@@ -62,16 +64,23 @@ def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
     )
 
 
-def shipped_draft(target: Loaded, name: str, allow: bool = False) -> Loaded:
-    """A draft that the repository ships. On the target that it was trained for it shares the embedding and head; a larger
-    model of that family has its tokenizer, and gets the draft with the embedding it was trained with. Raises UserError."""
-    about = {"sha256": sha256(SHIPPED_DRAFTS[name]), "draft_vocab": SHIPPED_HEAD}
-    model = target.model
-    if belongs_to(SHIPPED_DRAFTS[name], model):
-        return own_draft(target, build_draft(SHIPPED_DRAFTS[name], model).to(model.device, model.dtype), name, about)
+def draft_file(target: Loaded, path: Path, name: str, allow: bool = False) -> Loaded:
+    """A draft of the kinds that the repository ships. On the target that it was trained for it shares the embedding and head;
+    a larger model of the embedded one's family has its tokenizer, and gets the draft with the embedding it was trained with.
+    Raises UserError."""
+    model, about = target.model, {"sha256": sha256(path), "draft_vocab": SHIPPED_HEAD if name in SHIPPED_DRAFTS else 0}
+    try:
+        kind, own = kind_of(path), belongs_to(path, model)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(f"--draft {name}: not a file of draft_training ({first_line(error)})") from error
+    if own:
+        build = build_eagle if kind == KIND else build_draft
+        return own_draft(target, build(path, model).to(model.device, model.dtype), name, about)
+    if kind == KIND:
+        raise UserError(f"--draft {name}: a head that reads the states of {EMBEDDED} serves no other target; choose another draft")
     origin = load(EMBEDDED, "--draft", model.device, model.dtype)
     try:
-        draft = build_draft(SHIPPED_DRAFTS[name], origin.model).to(model.device, model.dtype)
+        draft = build_draft(path, origin.model).to(model.device, model.dtype)
     except ValueError as error:
         raise UserError(f"--draft {name}: {first_line(error)}") from error
     loaded = Loaded(
@@ -91,7 +100,9 @@ def load_draft(
     if name.startswith("cut:"):
         return cut_draft(target, name)
     if name in SHIPPED_DRAFTS:
-        return shipped_draft(target, name, allow)
+        return draft_file(target, SHIPPED_DRAFTS[name], name, allow)
+    if name.endswith(".safetensors") and Path(name).is_file():
+        return draft_file(target, Path(name), Path(name).name, allow)
     if re.fullmatch(r"draft-\w+", name) and not Path(name).exists():
         raise UserError(f"--draft {name}: no such draft; the repository ships {', '.join(SHIPPED_DRAFTS) or 'none'}")
     draft = load(name, "--draft", device, dtype, revision, trust)
@@ -134,7 +145,9 @@ def keeps_plain(args) -> bool:
 def run_fused(asked: str, models: list[Loaded]) -> bool:
     """Whether all of them run fused, captured or not: where that is asked for, and of itself on a CPU where each can.
     Raises UserError."""
-    unfit = next((one for one in models if not fused.supported(one.model)), None)
+    unfit = next((one for one in models if not fused.supported(body_of(one.model))), None)
+    if asked == "graph" and (heads := [one.name for one in models if isinstance(one.model, Eagle)]):
+        raise UserError(f"--pass graph: the passes of {heads[0]} are not captured; leave it at auto")
     if asked in ("fused", "graph") and unfit is not None:
         raise UserError(
             f"--pass {asked}: {unfit.name} is no Llama or Qwen2 with plain linear layers on one device; leave it at auto"
@@ -142,8 +155,17 @@ def run_fused(asked: str, models: list[Loaded]) -> bool:
     return asked in ("fused", "graph") or (asked == "auto" and unfit is None and models[0].model.device.type == "cpu")
 
 
+def body_of(model):
+    """The layers that a pass runs through: those of a head that reads states, or the model itself."""
+    return model.body if isinstance(model, Eagle) else model
+
+
 def fuse(model, asked: str):
     """The fused form of a plain model, or with `asked` graph the form whose passes are captured."""
+    if isinstance(model, Eagle):
+        head = cpu_linear.twin(model)
+        head.body = fuse(model.body, asked)
+        return head
     one = fused.FusedLlama(model).eval()
     return GraphLlama(one).eval() if asked == "graph" else one
 
@@ -194,7 +216,7 @@ def pack(args, target: Loaded, drafts: list[Loaded], kind: str) -> None:
         pack_linear(one, kind, done)
         check_blocks(one)
         if id(one.model) not in tried:
-            tried[id(one.model)] = fused.prove_rows(one.model) if one.about["pass"] == "fused" else 0
+            tried[id(one.model)] = fused.prove_rows(one.model) if isinstance(one.model, fused.FusedLlama) else 0
         one.about.update(dtype=dtype_name(one.model.dtype), rows_independent=tried[id(one.model)])
 
 
