@@ -290,17 +290,13 @@ class ModelDrafter:
         if state.length > 1 and not self.blind:
             forward(self.model, state.ids[:, : state.length - 1], self.cache)
 
-    def unread(self, state: State) -> torch.Tensor:
-        """(1, n): the tokens of the text that it has not read."""
-        return state.unread(self.cache)
-
     def read(self, fed: torch.Tensor) -> Pass:
         """One pass over `fed` (1, n)."""
         return forward(self.model, fed, self.cache)
 
     def propose(self, state: State, budget: Budget) -> Proposal:
         """Up to `budget.depth` guesses; fewer where the budget has enough."""
-        made, guesses, fed = Proposal(state.ids[0, :0]), [], self.unread(state)
+        made, guesses, fed = Proposal(state.ids[0, :0]), [], state.unread(self.cache)
         while len(guesses) < budget.depth and not self.blind:
             out = self.read(fed)
             state.watch("draft")

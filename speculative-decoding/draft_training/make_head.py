@@ -1,9 +1,10 @@
-"""Train a head that drafts from what the target thinks: EAGLE's, on the shards that drafts are trained on.
+"""Train a draft that reads what the target thinks (EAGLE), on the shards that ordinary drafts are trained on.
 
-A shard holds the target's final normed state at every position, which is the feature that the head reads, so nothing of the
-target runs while it trains. The head is unrolled: it learns to go on from its own states too, as deep as `--depths` says.
+A shard holds the target's final normed state at every position, which is the feature that the draft reads, so nothing of the
+target runs while it trains. It is unrolled: it learns to go on from its own states too, as deep as `--depths` says.
 
-    python -m draft_training.make_head --target FOLDER --data data --out eagle --minutes 45
+    python -m draft_training.make_head --target FOLDER --data data --out eagle --layers 0,1,23 --grow draft-s.safetensors
+    python -m draft_training.make_head --target FOLDER --data data --out eagle --layers 29     # one layer, as published
 """
 
 import json
@@ -18,25 +19,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_training.checkpoint import save_state
 from draft_training.data import check_folder
 from draft_training.judge import held_out
-from draft_training.options import add_budget_options, add_loss_options, training_parser
-from draft_training.train import Lesson, log_start, prepare, report, shards_of, train
+from draft_training.options import add_budget_options, add_draft_options, add_loss_options, training_parser
+from draft_training.train import Lesson, grow, log_start, prepare, report, shards_of, train
 from spec_cli import at_least, command
 from spec_models.eagle import build_eagle, new_eagle, save_eagle
 
 
 def eagle_states(eagle, shards, batch, depths, generator):
-    """What the loss compares at every depth: the head's states and the teacher's (rows, hidden), the teacher's best ids."""
+    """What the loss compares at every depth: the draft's states and the teacher's (rows, hidden), the teacher's best ids."""
     ids, place, hidden, top = shards.tensors(batch, generator)
-    width = ids.shape[1]
     with torch.autocast("cpu", torch.bfloat16):
-        found = eagle.unrolled(ids, shards.features(batch, width), depths)
-    text, position = place // width, place % width  # the row before a position speaks of its feature
-    mine, theirs, best = [], [], []
-    for depth, states in enumerate(found):
-        learnt = position > depth
-        mine.append(states[text[learnt], position[learnt] - 1])
-        theirs.append(hidden[learnt])
-        best.append(top[learnt])
+        found = eagle.unrolled(ids, shards.features(batch, ids.shape[1]), depths)
+    parts = [(states.flatten(0, 1), place % ids.shape[1] >= depth) for depth, states in enumerate(found)]
+    mine = [states[place[learnt]] for states, learnt in parts]
+    theirs, best = ([rows[learnt] for _, learnt in parts] for rows in (hidden, top))
     return torch.cat(mine), torch.cat(theirs), torch.cat(best)
 
 
@@ -52,15 +48,14 @@ def with_features(target, rows):
 @torch.inference_mode()
 def eagle_agreement(eagle, rows, depths):
     """Share of the target's greedy tokens that are the head's choice, by kind at the first guess, and over all kinds at each
-    depth, its earlier guesses taken to be right."""
+    depth, the guesses before it taken to be right."""
     hits, deep = {row["kind"]: [] for row in rows}, [[] for _ in range(depths)]
     for row in rows:
         ids = torch.tensor([row["prompt"] + row["continuation"]])
-        first, wanted = len(row["prompt"]) - 2, torch.tensor(row["continuation"])  # row i speaks of token i + 2
+        first, wanted = len(row["prompt"]) - 1, torch.tensor(row["continuation"])  # row i speaks of token i + 1
         for depth, states in enumerate(eagle.unrolled(ids[:, :-1], row["features"], depths)):
-            start = max(first, depth)
-            said = eagle.get_output_embeddings()(states[0, start:]).argmax(-1)
-            right = (said == wanted[start - first :]).tolist()
+            said = eagle.get_output_embeddings()(states[0, first + depth :]).argmax(-1)
+            right = (said == wanted[depth:]).tolist()
             deep[depth] += right
             if not depth:
                 hits[row["kind"]] += right
@@ -72,31 +67,33 @@ def parse_args(argv):
     parser = training_parser(
         __doc__,
         "folder of the target, a Llama with a tied head",
-        "folder for the checkpoint, the log and the head",
+        "folder for the checkpoint, the log and the draft",
         "the file of data.py: what it holds out of it is judged on",
     )
     parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out; new shards join in")
-    parser.add_argument("--layer", type=at_least(0), help="layer of the target that the head's begins as; left out: its last")
     parser.add_argument("--depths", type=at_least(1, 16), default=3, help="guesses ahead that it is trained for")
+    add_draft_options(parser)
     add_budget_options(parser)
     add_loss_options(parser)
     return parser.parse_args(argv)
 
 
 def load_target(args):
-    """The target in float32. Raises UserError for one that no head is made for here."""
+    """The target in float32. Raises UserError for one that none is made for here."""
     check_folder(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     if target.config.model_type != "llama" or not target.config.tie_word_embeddings:
-        raise UserError(f"--target {args.target}: a head is made for a Llama with a tied head; give another model")
-    if (args.layer or 0) >= target.config.num_hidden_layers:
-        raise UserError(f"--layer: the target has layers 0 to {target.config.num_hidden_layers - 1}")
+        raise UserError(f"--target {args.target}: made for a Llama with a tied head; give another model")
+    if args.guesses > 1:
+        raise UserError("--guesses: one pass makes one guess here; leave it out, or train a draft with draft_training.train")
+    if max(args.layers) >= target.config.num_hidden_layers:
+        raise UserError(f"--layers: the target has layers 0 to {target.config.num_hidden_layers - 1}")
     return target
 
 
 def export(args, eagle, target, rows, card):
-    """Write the head's file; its card says what the int8 file itself agrees with, so it is read back and written again."""
+    """Write the draft's file; its card says what the int8 file itself agrees with, so it is read back and written again."""
     path = args.out / "eagle.safetensors"
     save_eagle(path, eagle, target, card)
     table = eagle_agreement(build_eagle(path, target), rows, args.depths)
@@ -114,7 +111,9 @@ def main(argv=None):
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     rows = with_features(target, held_out(target, tokenizer, args.data / "held_out.json", args.prompts))
-    eagle = new_eagle(target, target.config.num_hidden_layers - 1 if args.layer is None else args.layer)
+    eagle = new_eagle(target, args.layers)
+    if args.grow:
+        grow(eagle.body, args.layers, args.grow)
     lesson = Lesson(
         lambda draft, shards, batch, generator: eagle_states(draft, shards, batch, args.depths, generator),
         lambda draft, judged: eagle_agreement(draft, judged, args.depths),

@@ -247,7 +247,7 @@ def log_start(args, shards):
     """The options of the run and its data into the log, without the names of folders."""
     paths = ("target", "data", "out", "grow", "keep_out", "prompts")
     config = {name: value for name, value in vars(args).items() if name not in paths}
-    config["grown_from"] = args.grow.name if getattr(args, "grow", None) else None
+    config["grown_from"] = args.grow and args.grow.name
     start = {"event": "start", "config": config, "data_tokens": shards.tokens, "left_out": shards.left_out}
     log(args.out / "log.jsonl", start)
 

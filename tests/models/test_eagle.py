@@ -1,4 +1,4 @@
-"""EAGLE's head: its rows see what a chain sees, its file comes back, and as a draft it leaves the text the target's own."""
+"""A draft that reads the target's states: its rows see what a chain sees, its file comes back, and as a draft it leaves the text the target's own."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def trained(architecture, seed: int):
     """A target and a head that has learnt a little of what it writes: some guesses are right, some are not."""
     target = architecture(seed)
     torch.manual_seed(seed)
-    eagle, ids = new_eagle(target, target.config.num_hidden_layers - 1), greedy_texts(target)
+    eagle, ids = new_eagle(target, [target.config.num_hidden_layers - 1]), greedy_texts(target)
     with torch.inference_mode():
         features = features_of(target, ids)
     features, ids = features.clone(), ids.clone()
     optimizer = torch.optim.AdamW([one for one in eagle.parameters() if one.requires_grad], lr=3e-3)
-    for _ in range(60):
+    for _ in range(45):
         loss = 0
         for depth, states in enumerate(eagle.unrolled(ids, features, 3)):
             logits = eagle.get_output_embeddings()(states[:, depth:-1])
-            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, depth + 2 :].flatten())
+            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, depth + 1 :].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -53,9 +53,11 @@ def trained(architecture, seed: int):
 
 
 def head_for(target, seed: int = 1):
-    """An untrained head."""
+    """An untrained one that features move."""
     torch.manual_seed(seed)
-    return new_eagle(target, target.config.num_hidden_layers - 1).eval()
+    eagle = new_eagle(target, [target.config.num_hidden_layers - 1])
+    torch.nn.init.normal_(eagle.join.weight, std=eagle.join.in_features**-0.5)
+    return eagle.eval()
 
 
 def of_three_layers(seed):
@@ -92,7 +94,7 @@ def test_some_guesses_are_right_and_some_are_not(architecture):
     target, eagle = trained(architecture, 1)
     task = Task(target, PROMPT, 40)
     done = run_speculative(task, draft_model(task, eagle, 3)).done
-    assert len(set(done.accepted)) >= 3 and 0 in done.accepted, done.accepted
+    assert len(set(done.accepted)) >= 3, done.accepted
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -101,8 +103,7 @@ def test_a_text_of_few_tokens_has_few_features(length):
     task = Task(target, PROMPT[:, :length], 20)
     done = run_speculative(task, draft_model(task, head_for(target), 3)).done
     assert done.tokens == run_baseline(task).done.tokens
-    assert bool(done.proposals[0]) == (length > 1)  # of one token the target has said nothing yet
-    assert all(done.proposals[1:-1])
+    assert all(done.proposals[:-1])  # nothing comes before a text's first token, and no feature goes with it
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -119,34 +120,53 @@ def test_every_guess_is_what_training_would_have_it_say(fused):
         features = features_of(plain, ids)
         states = eagle.unrolled(ids, features, max(1, len(one.guesses)))
         for depth, guess in enumerate(one.guesses):
-            said = eagle.get_output_embeddings()(states[depth][0, len(text) - 2 + depth]).argmax()
+            said = eagle.get_output_embeddings()(states[depth][0, len(text) - 1 + depth]).argmax()
             assert guess == said, (len(text), depth)
             looked += depth > 0
         text += done.tokens[len(text) - PROMPT.shape[1] :][: one.emitted]
     assert looked > 30
 
 
-def test_no_row_sees_a_feature_of_a_later_token():
-    """At any depth: another feature, or another token, at a place changes no row that speaks before it."""
+def test_no_row_sees_a_feature_of_its_own_token_or_a_later_one():
+    """Another feature at a place changes no row up to there; the row after it reads it at depth 0, and at depth d the row d
+    further on is the first that sees it, through its chain."""
     target = tiny.tied(3)
     eagle = head_for(target)
     ids = torch.tensor([[*tiny.PROMPT, *tiny.PROMPT]])
     features = features_of(target, ids)
     before = eagle.unrolled(ids, features, 3)
-    for place in range(1, ids.shape[1] - 1):
+    for place in range(ids.shape[1] - 1):
         changed = features.clone()
         changed[:, place] += 1
-        other = ids.clone()
-        other[:, place + 1] = 60
-        after = eagle.unrolled(other, changed, 3)
+        after = eagle.unrolled(ids, changed, 3)
         for depth in range(3):
-            assert torch.equal(before[depth][:, :place], after[depth][:, :place])
-            # and the row at the place reads a feature of its own at depth 0 alone
-            only = eagle.unrolled(ids, changed, 3)
-            assert torch.equal(only[depth][:, place], before[depth][:, place]) == (depth > 0)
-            later = place + depth  # d rows on, a chain of d guesses behind the true feature has seen it
-            if later < before[depth].shape[1]:
-                assert not torch.equal(only[depth][:, later], before[depth][:, later])
+            first = place + 1 + depth
+            assert torch.equal(before[depth][:, :first], after[depth][:, :first])
+            if first < ids.shape[1]:
+                assert not torch.equal(before[depth][:, first], after[depth][:, first])
+
+
+def test_no_row_sees_a_later_token():
+    target = tiny.tied(3)
+    eagle = head_for(target)
+    ids = torch.tensor([[*tiny.PROMPT, *tiny.PROMPT]])
+    features = features_of(target, ids)
+    before = eagle.unrolled(ids, features, 3)
+    for place in range(1, ids.shape[1]):
+        other = ids.clone()
+        other[:, place] = 60
+        for depth, states in enumerate(eagle.unrolled(other, features, 3)):
+            assert torch.equal(before[depth][:, :place], states[:, :place])
+            assert not torch.equal(before[depth][:, place], states[:, place])
+
+
+def test_without_its_matrix_it_is_the_ordinary_draft_of_its_layers():
+    """What a trained draft is begun from: at every depth the same states, features or not."""
+    target = tiny.tied(3)
+    eagle, ids = new_eagle(target, [0, 2]), torch.tensor([[*tiny.PROMPT, *tiny.PROMPT]])
+    alone = eagle.body.model(ids, use_cache=False).last_hidden_state
+    for depth, states in enumerate(eagle.unrolled(ids, features_of(target, ids), 3)):
+        torch.testing.assert_close(states[:, depth:], alone[:, depth:], atol=1e-4, rtol=1e-4)
 
 
 def test_what_a_round_leaves_in_the_cache_is_a_fresh_reading(monkeypatch):
@@ -158,13 +178,12 @@ def test_what_a_round_leaves_in_the_cache_is_a_fresh_reading(monkeypatch):
     def looked_at(self, state, path, features):
         keep(self, state, path, features)
         held = self.cache.get_seq_length()
-        assert held + self.pending.shape[1] == state.length - 1
-        ids = state.ids[:, : state.length]
-        true = features_of(target, ids)
-        assert torch.allclose(self.pending, true[:, held : state.length - 1], atol=1e-4)
+        assert held + self.pending.shape[1] == state.length
+        true = torch.nn.functional.pad(features_of(target, state.ids[:, : state.length]), (0, 0, 1, 0))
+        assert torch.allclose(self.pending, true[:, held : state.length], atol=1e-4)
         fresh = new_cache(eagle)
         if held:
-            forward(eagle, ids[:, 1 : held + 1], fresh, features=true[:, :held])
+            forward(eagle, state.ids[:, :held], fresh, features=true[:, :held])
             assert torch.allclose(fresh.layers[0].keys, self.cache.layers[0].keys, atol=1e-3)
             assert torch.allclose(fresh.layers[0].values, self.cache.layers[0].values, atol=1e-3)
         seen.append(held)
