@@ -215,34 +215,26 @@ def tables(rows: list[dict], wide: bool = False) -> str:
 
 
 def summarise(rows: list[dict]) -> dict:
-    """Where it pays, beyond the noise; nulls where the pairs are too few to say."""
+    """The verdict on every batch, and how far the predictions were off."""
     good = [row for row in rows if not row["error"]]
     verdicts = {row["batch"]: judge_speed(row) for row in good}
-    pays = [batch for batch, found in verdicts.items() if found == "faster"]
-    enough = bool(good) and "few" not in verdicts.values()
     errors = [row["prediction_error"] for row in good]
     return {
         "batches": list(verdicts),
         "verdicts": verdicts,
-        "pays_at": pays if enough else None,
-        "stops_paying_at": next((batch for batch in verdicts if batch not in pays), None) if enough else None,
         "prediction_error_median": statistics.median(errors) if errors else None,
         "prediction_error_max_abs": max(map(abs, errors), default=None),
         "exact": all(row["exact"] for row in good),
     }
 
 
-def where_it_pays(pays: list[int] | None, stops: int | None) -> str:
-    """The batch at which it stops paying, in words."""
-    if pays is None:
+def where_it_pays(verdicts: dict[int, str]) -> str:
+    """The batches of each verdict, in words."""
+    if "few" in verdicts.values():
         return "too few pairs for a verdict"
-    if stops is None:
-        return "it pays at every batch measured"
-    if not pays:
-        return "do not speculate at any batch measured"
-    if max(pays) > stops:
-        return f"it pays at {', '.join(map(str, pays))} alone; do not speculate at the other batches"
-    return f"it stops paying at a batch of {stops}: do not speculate there or above"
+    words = {"faster": "it pays at", "noise": "no difference beyond the noise at", "slower": "do not speculate at"}
+    sizes = {kind: [str(batch) for batch, found in verdicts.items() if found == kind] for kind in words}
+    return "; ".join(f"{said} a batch of {', '.join(sizes[kind])}" for kind, said in words.items() if sizes[kind])
 
 
 def verdict(rows: list[dict]) -> str:
@@ -251,7 +243,7 @@ def verdict(rows: list[dict]) -> str:
         return "nothing could be measured; see the errors in the result file"
     text = "every row is token for token what its request gets alone" if summary["exact"] else "NOT the same texts, near-ties excused: see near_ties in the file"  # fmt: skip
     off = f"predictions were off by {summary['prediction_error_max_abs']:.2f} at most"
-    lines = [f"{text}; {where_it_pays(summary['pays_at'], summary['stops_paying_at'])}; {off}."]
+    lines = [f"{text}; {where_it_pays(summary['verdicts'])}; {off}."]
     return "\n".join(lines + [f"batch of {row['batch']}: {speed_words(row)}." for row in good])
 
 

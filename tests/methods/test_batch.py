@@ -682,17 +682,15 @@ def measured(batch: int, low: float | None, middle: float, pairs: int = 6) -> di
 @pytest.mark.parametrize(
     ("lows", "words"),
     [
-        ([1.5, 1.2], "it pays at every batch measured"),
-        ([1.5, 0.9, 0.8], "it stops paying at a batch of 2: do not speculate there or above"),
-        ([0.9, 0.8], "do not speculate at any batch measured"),
-        ([0.9, 1.2, 0.8], "it pays at 2 alone; do not speculate at the other batches"),
-        (
-            [1.01, 0.8],
-            "do not speculate at any batch measured",
-        ),  # 1.01 is within what the same code gives against itself
+        ([1.5, 1.2], "; it pays at a batch of 1, 2;"),
+        ([1.5, 0.9, 0.8], "; it pays at a batch of 1; do not speculate at a batch of 2, 3;"),
+        ([0.9, 0.8], "; do not speculate at a batch of 1, 2;"),
+        ([0.9, 1.2, 0.8], "; it pays at a batch of 2; do not speculate at a batch of 1, 3;"),
+        # 1.01 is within what the same code gives against itself
+        ([1.01, 0.8], "; no difference beyond the noise at a batch of 1; do not speculate at a batch of 2;"),
     ],
 )
-def test_the_verdict_names_the_batch_at_which_it_stops_paying(lows, words):
+def test_the_verdict_names_the_batches_at_which_it_pays(lows, words):
     rows = [measured(batch, low, low) for batch, low in enumerate(lows, 1)]
     assert words in spec_batch.verdict(rows)
     few = spec_batch.verdict([measured(1, None, 2.0, pairs=5)])
