@@ -238,7 +238,9 @@ def speculate(
         # verify: ONE target pass over the last written token and the guesses; a row judges what follows it
         cached = state.cache.get_seq_length()
         fed = torch.cat([state.unread(state.cache), made.tokens[None]], dim=1)
-        out = forward(target, fed, state.cache, len(made) + 1, drafter.taps, **made.geometry(target, cached))
+        geometry = made.geometry(target, cached)
+        state.watch("pick")
+        out = forward(target, fed, state.cache, len(made) + 1, drafter.taps, **geometry)
         state.watch("verify")
         path, token, guesses, finite = rule.judge(out, made)
         if not finite:

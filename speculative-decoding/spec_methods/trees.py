@@ -124,10 +124,11 @@ class TreeDrafter(ModelDrafter):
     def grown(self, state: State, level: list[Node | None], finite: list[torch.Tensor]) -> list[Node]:
         """The likeliest children of a level's nodes ([None]: of the text itself), from one pass that reads it."""
         if level == [None]:
-            out = forward(self.model, state.unread(self.cache), self.cache)
+            fed, geometry = state.unread(self.cache), {}
         else:
-            out = forward(self.model, state.ids.new_tensor([[node.token for node in level]]), self.cache, len(level),
-                          **self.level_geometry(state.length, level))  # fmt: skip
+            fed, geometry = state.ids.new_tensor([[node.token for node in level]]), self.level_geometry(state.length, level)
+        state.watch("pick")
+        out = forward(self.model, fed, self.cache, len(level), **geometry)
         finite.append(out.finite)
         state.watch("draft")
         probs = out.logits[0, :, : self.ids.sayable].float().softmax(-1)

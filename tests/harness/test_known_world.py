@@ -14,7 +14,7 @@ import tiny
 from clock_world import Price, World
 from spec_decode import measure
 from spec_harness import costs, tables
-from spec_harness.arms import Run
+from spec_harness.arms import Method, Run, Task, run_speculative
 from spec_harness.cells import closed_form, timing
 from spec_harness.costs import (
     DRAFT_PASSES,
@@ -28,6 +28,8 @@ from spec_harness.costs import (
     pass_seconds,
     random_ids,
 )
+from spec_methods import trees
+from spec_methods.policy import FixedK
 
 CPU = torch.device("cpu")
 TARGET, DRAFT = Price(60, row=2, head=2), Price(6, row=1, head=1)  # one token: 64 and 8; four: 76; a draft's two: 9
@@ -300,3 +302,26 @@ def test_tokens_per_second_are_of_the_median_run():
     }
     row = timing(samples, 8)
     assert (row["baseline_tokens_per_s"], row["speculative_tokens_per_s"]) == (4.0, 4.0)
+
+
+def test_what_a_tree_tells_the_passes_is_the_loops_own_time(world, monkeypatch):
+    """Working out who sees whom takes time of neither model's passes: it counts as overhead, for the levels that the draft
+    reads and for the check."""
+    target, draft = tiny.llama(), tiny.near(tiny.llama())
+    calls = []
+
+    def slowly(*given):
+        calls.append(given[0])
+        world.pass_by(3)
+        return build(*given)
+
+    build = trees.tree_geometry
+    monkeypatch.setattr(trees, "tree_geometry", slowly)
+    world.priced(target, Price(10))
+    world.priced(draft, Price(1))
+    task = Task(target, torch.tensor([tiny.PROMPT]), 12)
+    run = run_speculative(task, Method(trees.TreeDrafter(draft, 64, 6), FixedK(3)), watched=True)
+    assert {id(model) for model in calls} == {id(target), id(draft)}
+    assert sum(run.watch.seconds("verify")) == 10 * run.done.target_passes
+    assert sum(run.watch.seconds("draft")) == run.done.draft_passes
+    assert sum(run.watch.seconds("pick")) == 3 * len(calls)
