@@ -25,21 +25,21 @@ bench: .venv/ready
 
 results: .venv/ready
 	cd $(SCRIPTS) && ../$(PY) -m spec_models.embedded
-	$(PY) $(SCRIPTS)/spec_one_pass.py --results $(COMMITTED)/spec_one_pass.json
-	$(PY) $(SCRIPTS)/spec_precondition.py --draft "$(DRAFT)" --compare-passes --results $(COMMITTED)/spec_precondition.json
-	$(PY) $(SCRIPTS)/spec_precondition.py --dtype bfloat16 --draft "$(DRAFT)" --results $(COMMITTED)/spec_precondition_bfloat16.json
-	$(PY) $(SCRIPTS)/spec_decode.py --vs-transformers $(RESUME) --results $(COMMITTED)/spec_decode.json
-	$(PY) $(SCRIPTS)/spec_decode.py --tree 8 $(RESUME) --results $(COMMITTED)/spec_decode_tree.json
-	$(PY) $(SCRIPTS)/spec_bench.py $(RESUME) --results $(COMMITTED)/spec_bench.json
-	$(PY) $(SCRIPTS)/spec_drafts.py $(RESUME) --results $(COMMITTED)/spec_drafts.json
-	$(PY) $(SCRIPTS)/spec_drafts.py --dtype bfloat16 --allow-near-ties $(RESUME) --results $(COMMITTED)/spec_drafts_bfloat16.json
-	$(PY) $(SCRIPTS)/spec_sampling.py $(RESUME) --results $(COMMITTED)/spec_sampling.json
-	$(PY) $(SCRIPTS)/spec_sampling.py --verify block --temperatures 0.7,1 --seeds 12 $(RESUME) --results $(COMMITTED)/spec_sampling_block.json
-	$(PY) $(SCRIPTS)/spec_lookup.py $(RESUME) --results $(COMMITTED)/spec_lookup.json
-	$(PY) $(SCRIPTS)/spec_lookup.py --match suffix --methods lookup $(RESUME) --results $(COMMITTED)/spec_lookup_suffix.json
-	$(PY) $(SCRIPTS)/spec_adaptive.py $(RESUME) --results $(COMMITTED)/spec_adaptive.json
+	cd $(SCRIPTS) && ../$(PY) spec_one_pass.py --results results/spec_one_pass.json
+	cd $(SCRIPTS) && ../$(PY) spec_precondition.py --draft "$(DRAFT)" --compare-passes --results results/spec_precondition.json
+	cd $(SCRIPTS) && ../$(PY) spec_precondition.py --dtype bfloat16 --draft "$(DRAFT)" --results results/spec_precondition_bfloat16.json
+	cd $(SCRIPTS) && ../$(PY) spec_decode.py --vs-transformers $(RESUME) --results results/spec_decode.json
+	cd $(SCRIPTS) && ../$(PY) spec_decode.py --tree 8 $(RESUME) --results results/spec_decode_tree.json
+	cd $(SCRIPTS) && ../$(PY) spec_bench.py $(RESUME) --results results/spec_bench.json
+	cd $(SCRIPTS) && ../$(PY) spec_drafts.py $(RESUME) --results results/spec_drafts.json
+	cd $(SCRIPTS) && ../$(PY) spec_drafts.py --dtype bfloat16 --allow-near-ties $(RESUME) --results results/spec_drafts_bfloat16.json
+	cd $(SCRIPTS) && ../$(PY) spec_sampling.py $(RESUME) --results results/spec_sampling.json
+	cd $(SCRIPTS) && ../$(PY) spec_sampling.py --verify block --temperatures 0.7,1 --seeds 12 $(RESUME) --results results/spec_sampling_block.json
+	cd $(SCRIPTS) && ../$(PY) spec_lookup.py $(RESUME) --results results/spec_lookup.json
+	cd $(SCRIPTS) && ../$(PY) spec_lookup.py --match suffix --methods lookup $(RESUME) --results results/spec_lookup_suffix.json
+	cd $(SCRIPTS) && ../$(PY) spec_adaptive.py $(RESUME) --results results/spec_adaptive.json
 	for dtype in bfloat16 float16; do (cd $(SCRIPTS) && ../$(PY) -m spec_harness.rounding --dtype $$dtype --results results/spec_rounding_$$dtype.json) || exit 1; done
-	$(PY) $(SCRIPTS)/spec_batch.py $(RESUME) --results $(COMMITTED)/spec_batch.json
+	cd $(SCRIPTS) && ../$(PY) spec_batch.py $(RESUME) --results results/spec_batch.json
 	$(MAKE) figures
 
 figures: .venv/ready

@@ -62,9 +62,10 @@ def row_prompts(args) -> list[tuple[str, str]]:
     """(name, text) of the requests, which every size decodes: as many as the largest batch has rows. Raises UserError."""
     most = max(args.batches)
     own = args.prompt is not None or args.prompt_file is not None
-    prompts = chosen_prompts(args)[:most] if own else list(islice(later_starts(), most))
+    chosen = chosen_prompts(args)
+    prompts = chosen[:most] if own else list(islice(later_starts(dict(chosen)), most))
     if len(prompts) < most:
-        where = "one --prompt is" if own else "the workloads give"
+        where = "one --prompt is" if own else f"--workload {args.workload} gives"
         where = f"--prompt-file {args.prompt_file.name} has" if args.prompt_file else where
         raise UserError(
             f"--batches {most}: a batch larger than the prompts ({where} {len(prompts)}); lower it or give more, one a line of a .jsonl"
@@ -251,7 +252,7 @@ def parse_args(argv):
     parser = make_parser(__doc__, "spec_batch", resume=True)
     add_task_options(parser)
     add_policy_options(parser)
-    add_prompt_options(parser)
+    add_prompt_options(parser, ("all", *WORKLOADS), "all")
     parser.set_defaults(n_tokens=32, keep_plain=True)  # `generate` is an arm of every run
     parser.add_argument("--batches", type=whole_list(1, 4096), default=list(BATCHES), help="sizes, e.g. 1,2,4,8")
     parser.add_argument("-k", "--k", type=at_least(1, 1024), default=5, help="guesses a round, for every row")
@@ -275,9 +276,9 @@ def check_args(args):
 def main(argv=None) -> int:
     args = parse_args(argv)
     prompts = row_prompts(args)
-    if args.prompt_file is None and len(prompts) > len(WORKLOADS):
-        say(f"rows past the {len(WORKLOADS)} workloads: the same texts begun at a later word")
     with open_run(args, "spec_batch", prompts) as (file, target, (draft,)):
+        if any(", from word " in name for name, _ in prompts):
+            say("rows past the workloads: the same texts begun at a later word")
         for one in (target, draft):
             check_rows(one)
         rows = run(args, target, draft, prompts, file)

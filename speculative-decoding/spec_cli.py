@@ -7,11 +7,22 @@ import difflib
 import functools
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from spec_common import DTYPES, FEWEST_PAIRS, HERE, LONGEST_ERROR, ClaimFailed, UserError, pick_device, pick_dtype
+from spec_common import (
+    DTYPES,
+    FEWEST_PAIRS,
+    HERE,
+    LONGEST_ERROR,
+    ClaimFailed,
+    UserError,
+    leave,
+    pick_device,
+    pick_dtype,
+)
 
 import torch
 
@@ -25,6 +36,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character must not end a run
+        if signal.getsignal(signal.SIGINT) is leave:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return main(argv)
         except UserError as error:
@@ -34,7 +47,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             print(f"FAILED: {error}")
             return 1
         except KeyboardInterrupt:
-            print("\ninterrupted; call it again (sweeps go on where they were with --resume)", file=sys.stderr)
+            resumed = "; with --resume it goes on where it was" if Parser.resumes else ""
+            print(f"\ninterrupted; call it again{resumed}", file=sys.stderr)
             return 130
         except OSError as error:
             if isinstance(
@@ -42,7 +56,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             ):  # the reader of our table left (`| head`): nothing to say, nobody to say it to
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 141
-            print(f"error: {error}", file=sys.stderr)
+            where = error.filename or "the output"
+            print(f"error: {where}: {error.strerror or error}; choose a place that can be written", file=sys.stderr)
             return 2
 
     return guarded
@@ -65,6 +80,9 @@ def replaceable(path: Path) -> Path:
     path = reachable(path, "--results")
     if any(folder.exists() and not folder.is_dir() for folder in path.parents):
         raise UserError(f"--results {path}: a file stands where a folder should be; name another place")
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"--results {path}: {nearest} cannot be written; name another place")
     if path.exists() and not path.is_file():
         raise UserError(
             f"--results {path}: a folder or a device, not a file that can be replaced; name a file such as results/mine.json"
@@ -113,8 +131,14 @@ class Parser(argparse.ArgumentParser):
     """Says a wrong option in one line, as every other mistake, instead of after the whole usage; takes no shortened ones,
     which would name another option in another script."""
 
+    resumes = False  # whether the script that runs can go on with an interrupted run
+
     def __init__(self, *args, **options):
         super().__init__(*args, allow_abbrev=False, **options)
+
+    def parse_args(self, args=None, namespace=None):
+        Parser.resumes = "--resume" in self._option_string_actions
+        return super().parse_args(args, namespace)
 
     def error(self, message: str):
         unknown = re.findall(r"--?[\w-]+", message) if message.startswith("unrecognized") else []

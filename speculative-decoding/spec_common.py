@@ -10,9 +10,11 @@ import functools
 import math
 import os
 import random
+import signal
 import statistics
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,11 +28,28 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = "20000"
 
 
+HERE = Path(__file__).resolve().parent
+
+
+def leave(*_) -> None:
+    """Ctrl-C before a script has begun: one line, at once."""
+    os.write(2, b"\ninterrupted before anything was begun\n")
+    os._exit(130)
+
+
+def mind_imports() -> None:
+    """Let Ctrl-C end a script of ours in one line while it still imports, which takes seconds; `command` (spec_cli.py) puts
+    the usual handler back."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script and HERE in Path(script).resolve().parents and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, leave)
+
+
 limit_spinning()
+mind_imports()
 
 import torch  # noqa: E402
 
-HERE = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What `--dtype auto` means: float32 on a CPU, where nothing is excused; the essay's float16 on Apple's GPU; bfloat16,
 # which cannot overflow, on the others.

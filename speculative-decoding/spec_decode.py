@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
+from typing import NamedTuple
 
 from spec_common import ClaimFailed, UserError, dtype_name, interleave, say, tell
 
@@ -189,29 +190,52 @@ def counted_row(task: Task, method: Method, plain: Run, fast: Run, costs: dict |
     return row
 
 
+class Cell(NamedTuple):
+    """One way to write a text, to be measured: by what method, at what costs; `arms`: name -> function that gives a Run,
+    further ways to write the same tokens that its row is compared with."""
+
+    task: Task
+    method: Method
+    costs: dict | None = None
+    arms: dict = {}
+
+
 def measure(task: Task, method: Method, args, costs: dict | None = None, more_arms: dict | None = None) -> dict:
-    """Measure one cell: counters first, from watched runs, then baseline, baseline again and speculation in turns, every
-    sample checked. `more_arms`: further ways to write the same tokens, name -> function that gives a Run. Raises Mismatch.
-    """
-    expected = run_baseline(task).done.tokens  # this and the next warm up the watched runs; `interleave` the timed ones
-    cell = Checked(task, expected, args.allow_near_ties)
-    cell.check("speculative, first", run_speculative(task, method).done)
-    plain, fast = run_baseline(task, watched=True), run_speculative(task, method, watched=True)
-    cell.check("baseline, watched", plain.done)
-    cell.check("speculative, watched", fast.done)
-    row = counted_row(task, method, plain, fast, costs)
-    arms = {
-        "baseline": lambda: run_baseline(task),
-        "speculative": lambda: run_speculative(task, method),
-        "baseline_again": lambda: run_baseline(task),
-    }
-    samples = interleave(arms | (more_arms or {}), args.repeats, args.warmup)
-    for arm, runs in samples.items():
+    """The row of one cell. Raises Mismatch."""
+    return measure_all({"speculative": Cell(task, method, costs, more_arms or {})}, args)["speculative"]
+
+
+def measure_all(cells: dict[str, Cell], args) -> dict[str, dict]:
+    """Measure several methods on one text in the same turns, so that they can be ranked against one another: counters first,
+    from watched runs, then baseline, baseline again and each method in turns, every sample checked. Raises Mismatch."""
+    first = next(iter(cells.values())).task
+    expected = run_baseline(first).done.tokens  # this and the next warm up the watched runs; `interleave` the timed ones
+    checked = {name: Checked(cell.task, expected, args.allow_near_ties) for name, cell in cells.items()}
+    for name, cell in cells.items():
+        checked[name].check(f"{name}, first", run_speculative(cell.task, cell.method).done)
+    plain = run_baseline(first, watched=True)
+    fast = {name: run_speculative(cell.task, cell.method, watched=True) for name, cell in cells.items()}
+    arms = {"baseline": lambda: run_baseline(first)}
+    for name, cell in cells.items():
+        arms |= {name: functools.partial(run_speculative, cell.task, cell.method)}
+    arms["baseline_again"] = arms["baseline"]
+    samples = interleave(arms | {name: arm for cell in cells.values() for name, arm in cell.arms.items()}, args.repeats, args.warmup)
+    return {name: one_row(name, cell, plain, fast[name], samples, checked[name]) for name, cell in cells.items()}
+
+
+def one_row(name: str, cell: Cell, plain: Run, fast: Run, samples: dict[str, list[Run]], checked: Checked) -> dict:
+    """The row of one of the methods, from the watched runs and the timed ones, all of them checked. Raises Mismatch."""
+    checked.check("baseline, watched", plain.done)
+    checked.check(f"{name}, watched", fast.done)
+    row = counted_row(cell.task, cell.method, plain, fast, cell.costs)
+    mine = {"baseline": samples["baseline"], "speculative": samples[name], "baseline_again": samples["baseline_again"]}
+    mine |= {arm: samples[arm] for arm in cell.arms}
+    for arm, runs in mine.items():
         for run in runs:
-            cell.check(arm, run.done)
-    row.update(timing(samples, len(expected)), exact=not cell.near_ties, near_ties=cell.near_ties, error=None)
-    row["tokens_checked"] = sum(len(run.done.tokens) for runs in samples.values() for run in runs)
-    if costs:
+            checked.check(name if arm == "speculative" else arm, run.done)
+    row.update(timing(mine, len(checked.expected)), exact=not checked.near_ties, near_ties=checked.near_ties, error=None)
+    row["tokens_checked"] = sum(len(run.done.tokens) for runs in mine.values() for run in runs)
+    if cell.costs:
         row["prediction_error"] = row["predicted_costs"] - row["speedup"]
     paths = [one.path for one in fast.done.rounds]
     return {**row, "tokens": fast.done.tokens, "proposals": fast.done.proposals, "paths": paths}

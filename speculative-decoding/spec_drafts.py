@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import statistics
 
-from spec_common import UserError, interleave, judge_speed, tell
+from spec_common import UserError, judge_speed, tell
 
 from spec_cli import at_least, command, make_parser
-from spec_decode import check_exact, counts
-from spec_harness.arms import Method, Run, Task, draft_model, run_baseline, run_speculative
-from spec_harness.cells import accounted, find_or_measure, pooled, timing, where_time_went
+from spec_decode import Cell, measure_all
+from spec_harness.arms import draft_model
+from spec_harness.cells import find_or_measure, pooled
 from spec_harness.costs import costs_at, measured_costs
 from spec_harness.essay import essay_draft
 from spec_harness.options import add_decoding_options, add_prompt_options, chosen_prompts, make_task, open_run
@@ -32,7 +32,7 @@ from workloads import WORKLOADS
 def costs_rows(file: ResultFile, draft, tasks: list, k: int) -> list[dict]:
     """What the draft and the target cost at the shortest and the longest context, before any speedup is measured."""
     weights, _ = cpu_linear.pass_weights(draft.model)
-    about = {"parameters": draft.about["parameters"], "weights_per_pass": weights}
+    about = {"parameters": draft.about["parameters"], "weights_per_pass": weights, "head": draft.about.get("draft_vocab") or 0}
     contexts, rows = [task.context for task in tasks], []
     for context in dict.fromkeys([min(contexts), max(contexts)]):
         where = {"part": "costs", "draft": draft.name, "at": context}
@@ -46,42 +46,14 @@ def costs_rows(file: ResultFile, draft, tasks: list, k: int) -> list[dict]:
     return rows
 
 
-def counted_draft(first: Task, task: Task, method: Method, name: str, plain: Run, costs: dict, args) -> dict:
-    """The part of a draft's row that no free run is needed for, from a watched run that is checked. Raises Mismatch."""
-    run_speculative(task, method)  # warms up the watched run
-    fast = run_speculative(task, method, watched=True)
-    ties = check_exact(first, f"{name}, watched", plain.done.tokens, fast.done.tokens, args.allow_near_ties)
-    row = {"k": args.k, "n_tokens": args.n_tokens, **counts(fast.done, args.k), **where_time_went(plain, fast)}
-    row |= {"near_ties": ties, "target_alone_from": task.alone_from}
-    return row | {"predicted_costs": accounted(row, costs)}
-
-
 def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict:
-    """The row of one text, under `drafts` one for each draft: every draft in the same turns, so that they can be ranked
-    against one another. `tasks` and `costs` by the draft's name. Raises Mismatch."""
-    first = next(iter(tasks.values()))
-    run_baseline(first)  # warms up the watched run
-    plain = run_baseline(first, watched=True)
-    expected = plain.done.tokens
-    methods = {draft.name: draft_model(tasks[draft.name], draft.model, args.k) for draft in drafts}
-    rows = {
-        name: counted_draft(first, tasks[name], one, name, plain, costs[name], args) for name, one in methods.items()
+    """The row of one text, under `drafts` one for each draft, all of them in the same turns. `tasks` and `costs` by the draft's
+    name. Raises Mismatch."""
+    cells = {
+        one.name: Cell(tasks[one.name], draft_model(tasks[one.name], one.model, args.k), costs[one.name]) for one in drafts
     }
-    arms = {"baseline": lambda: run_baseline(first), "baseline_again": lambda: run_baseline(first)}
-    arms |= {name: functools.partial(run_speculative, tasks[name], method) for name, method in methods.items()}
-    samples = interleave(arms, args.repeats, args.warmup)
-    for arm, runs in samples.items():
-        for tokens in {tuple(run.done.tokens) for run in runs}:
-            ties = check_exact(first, arm, expected, list(tokens), args.allow_near_ties)
-            if arm in rows:
-                rows[arm]["near_ties"] += ties
-    for name, row in rows.items():
-        mine = {
-            arm: samples[name if arm == "speculative" else arm] for arm in ("baseline", "speculative", "baseline_again")
-        }
-        row |= {**timing(mine, len(expected)), "exact": not row["near_ties"], "error": None}
-        row["prediction_error"] = row["predicted_costs"] - row["speedup"]
-    return {"drafts": rows, "error": None}
+    rows = measure_all(cells, args)
+    return {"drafts": {name: {**row, "target_alone_from": tasks[name].alone_from} for name, row in rows.items()}, "error": None}
 
 
 def run(args, target, drafts, prompts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
@@ -103,7 +75,7 @@ def run(args, target, drafts, prompts: list[tuple[str, str]], file: ResultFile) 
 def one_draft(draft, costs: list[dict], rows: list[dict]) -> dict:
     """One draft over all its texts: counts added up, the speedup as time over time, turn by turn."""
     good = [row for row in rows if not row["error"]]
-    row = {"draft": draft.name, "parameters": costs[0]["parameters"], "c": statistics.fmean(one["c"] for one in costs),
+    row = {"draft": draft.name, "parameters": costs[0]["parameters"], "head": costs[0]["head"], "c": statistics.fmean(one["c"] for one in costs),
            "draft_pass_ms": 1000 * statistics.median(costs[0]["seconds"]["draft"]), "error": None if good else rows[0]["error"]}  # fmt: skip
     if not good:
         return row
@@ -146,7 +118,7 @@ def verdict(rows: list[dict]) -> str:
 
 
 COLUMNS = [
-    ("draft", "draft", str), ("c", "c", fixed(2)), ("alpha", "alpha", fixed(2)), ("pays", "alpha > c", str), ("speedup", "speedup", fixed(2, "x")),
+    ("draft", "draft", str), ("head", "head", lambda ids: f"{ids} ids" if ids else "whole"), ("c", "c", fixed(2)), ("alpha", "alpha", fixed(2)), ("pays", "alpha > c", str), ("speedup", "speedup", fixed(2, "x")),
     ("interval", "interval", str), ("predicted_costs", "from costs", fixed(2, "x")), ("block_efficiency", "tokens/pass", fixed(2)),
 ]  # fmt: skip
 WIDE = [
@@ -180,7 +152,7 @@ def parse_args(argv):
     parser.add_argument("--drafts", nargs="+", metavar="DRAFT", help=f"hub ids, folders, .gguf files or 'cut:0,1,23'; for the embedded target {' '.join(EMBEDDED_DRAFTS)}")  # fmt: skip
     add_decoding_options(parser)
     add_prompt_options(parser, ("all", *WORKLOADS), "all")
-    parser.add_argument("-k", "--k", type=at_least(1), default=5, help="guesses a round")
+    parser.add_argument("-k", "--k", type=at_least(1, 1024), default=5, help="guesses a round")
     return parser.parse_args(argv)
 
 

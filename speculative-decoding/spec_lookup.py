@@ -16,7 +16,7 @@ import statistics
 from spec_common import FEWEST_PAIRS, ClaimFailed, UserError, interval_text, judge_speed, say, tell
 
 from spec_cli import at_least, command, make_parser
-from spec_decode import measure
+from spec_decode import Cell, measure_all
 from spec_harness.arms import Method, Task, draft_model, run_speculative
 from spec_harness.cells import find_or_measure, pooled, ratio
 from spec_harness.costs import costs_at, measure_costs
@@ -98,8 +98,8 @@ def check_rounds(args, row: dict) -> None:
         )
 
 
-def measure_method(task: Task, target, draft, name: str, args, costs: dict) -> dict:
-    """The row of one method on one text, look-up with transformers' own beside it. Raises Mismatch."""
+def cell_of(task: Task, target, draft, name: str, args, costs: dict) -> tuple[Cell, dict]:
+    """One method on one text, look-up with transformers' own beside it; and what its row says besides. Raises Mismatch."""
     arms, more = {}, {"match_rate": None, "look_up_s": None}
     if name == "lookup":
         costs = {**costs, "c": 0.0}  # no model drafts: a round costs its check and the loop's own time
@@ -109,7 +109,14 @@ def measure_method(task: Task, target, draft, name: str, args, costs: dict) -> d
         more.update(transformers_emitted_lengths=theirs, transformers_rounds=theirs and len(theirs))
     method = method_of(args, name, task, draft, costs)
     more.update(look_ups(task, method) if name != "draft" else {})
-    return {**measure(task, method, args, costs, arms), **more}
+    return Cell(task, method, costs, arms), more
+
+
+def measure_methods(task: Task, target, draft, args, costs: dict) -> dict[str, dict]:
+    """The row of every method on one text, all of them in the same turns. Raises Mismatch."""
+    cells = {name: cell_of(task, target, draft, name, args, costs) for name in args.methods}
+    rows = measure_all({name: cell for name, (cell, _) in cells.items()}, args)
+    return {name: {**row, **cells[name][1]} for name, row in rows.items()}
 
 
 def run(args, target, draft, texts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
@@ -120,12 +127,15 @@ def run(args, target, draft, texts: list[tuple[str, str]], file: ResultFile) -> 
         file, list(tasks.values()), draft and draft.model, sorted({args.k, args.k // 2, args.draft_k})
     )
     rows = []
-    for text, name in progress([(text, name) for text in tasks for name in args.methods], "look-up"):
-        task, where = tasks[text], {"part": "look-up", "text": text, "method": name}
-        work = functools.partial(measure_method, task, target, draft, name, args, costs_at(costs, task.context))
-        rows.append(find_or_measure(file, task, where, work))
-        if name == "lookup" and not rows[-1]["error"]:
-            check_rounds(args, rows[-1])  # a row that failed its check is no better for having been written
+    for text in progress(list(tasks), "look-up"):
+        task = tasks[text]
+        here = costs_at(costs, task.context)
+        together = functools.cache(functools.partial(measure_methods, task, target, draft, args, here))
+        for name in args.methods:
+            where = {"part": "look-up", "text": text, "method": name}
+            rows.append(find_or_measure(file, task, where, lambda name=name, measured=together: measured()[name]))
+            if name == "lookup" and not rows[-1]["error"]:
+                check_rounds(args, rows[-1])  # a row that failed its check is no better for having been written
     return rows
 
 

@@ -22,7 +22,10 @@ from spec_harness.drawing import THEMES
 
 
 def save(figure, out: Path, name: str, theme: str) -> str:
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; name a folder that can be made") from error
     figure.savefig(out / f"{name}_{theme}.png", dpi=120)
     return f"{name}_{theme}.png"
 
@@ -76,6 +79,8 @@ def main(argv=None) -> int:
         return compare(args.compare, reachable(out, "--out"))
     if not reachable(args.results, "--results").is_dir():
         raise UserError(f"--results {args.results}: no such folder; run spec_bench.py first")
+    if not any(args.results.glob("*.json")):
+        raise UserError(f"--results {args.results}: no result file in it; run spec_bench.py first")
     drawn = []
     for name, (experiment, plot) in CHARTS.items():
         drawn += draw(name, experiment, plot, args.results, out)

@@ -8,7 +8,6 @@ Claim: no figure on those pages was typed; each is what a result file says, and 
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from spec_cli import Help, Parser, command
 from spec_drafts import table as draft_table
 from spec_drafts import verdict as draft_verdict
 from spec_harness.advice import NEARLY_FREE
-from spec_harness.results import was_edited
+from spec_harness.compare import read_document
 from spec_harness.rounding import COLUMNS as ROUNDING
 from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, turns_of, what_it_does
 from spec_harness.variants import table as variants_table
@@ -39,14 +38,12 @@ NAMES = ("one_pass", "precondition", "precondition_bfloat16", "decode", "decode_
 
 
 def load_all(folder: Path) -> dict[str, dict]:
-    """The result files that are there and whole, by name. Raises UserError where none is."""
+    """The result files that are there and whole, by name. Raises UserError where none is, or one was edited."""
     paths = {name: folder / f"spec_{name}.json" for name in NAMES}
-    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
-    found = {name: one for name, one in found.items() if one["status"] == "complete"}
+    found = {name: read_document(path, "--results") for name, path in paths.items() if path.exists()}
+    found = {name: one for name, one in found.items() if one.get("status") == "complete"}
     if not found:
-        raise UserError(f"{folder.name}: no result files in it; run `make results`")
-    if edited := [paths[name].name for name, one in found.items() if "measured_sha256" in one and was_edited(one)]:
-        raise UserError(f"{', '.join(edited)}: rows or summary were edited after they were measured; measure them again")
+        raise UserError(f"--results {folder}: no finished result file in it; run `make results`")
     return found
 
 
@@ -70,8 +67,8 @@ def where_measured(bench: dict) -> str:
 def conditions(document: dict) -> str:
     """The settings of a table: text, tokens, turns, load as the run began."""
     config, busy = document["config"], document["environment"].get("cpu_busy")
-    text = config.get("workload")
-    parts = [text and ("all five texts" if text == "all" else text), f"{config['n_tokens']} tokens" if "n_tokens" in config else None,
+    text, count = config.get("workload"), len(config.get("prompt_ids_sha256") or ())
+    parts = [text and (f"all {count} texts" if text == "all" else text), f"{config['n_tokens']} tokens" if "n_tokens" in config else None,
              f"k = {config['k']}" if config.get("k") else None, f"{turns_of(config['repeats'])} of every arm",
              None if busy is None else f"{busy:.0%} of the CPUs in use by others at the start"]  # fmt: skip
     return f"`{document['command']}`: " + ", ".join(filter(None, parts)) + "."
@@ -90,11 +87,19 @@ def where_a_pass_goes(cost: dict) -> str:
     )
 
 
-def slower_cells(bench: dict, drafts: dict) -> str:
-    """Every measured cell and draft that is slower than the target alone, by the verdict and not by the point."""
-    cells = [("at k = {k}", row) for row in [*part(bench, "k"), *part(bench, "workload")]]
-    slow = [f"{row['workload']} {form.format(**row)}: {speed_words(row)}" for form, row in cells if judge_speed(row) == "slower"]
-    slow += [f"draft {row['draft']} over all texts: {speed_words(row)}" for row in drafts["summary"]["drafts"] if not row["error"] and judge_speed(row) == "slower"]
+def slower_cells(all_of: dict) -> str:
+    """Every measured cell that is slower than the target alone, of every script, by the verdict and not by the point."""
+    named_rows = [(f"{row['workload']} at k = {row['k']}", row) for kind in ("k", "workload") for row in part(all_of["bench"], kind)]
+    named_rows += [(f"draft {row['draft']} over all texts", row) for row in all_of["drafts"]["summary"]["drafts"] if not row["error"]]
+    if "sampling" in all_of:
+        warm, k = all_of["sampling"]["summary"]["temperatures"], all_of["sampling"]["config"]["k"]
+        named_rows += [(f"sampling at temperature {row['temperature']:g}, k = {k}", row) for row in warm if not row["error"]]
+    if "lookup" in all_of:
+        named_rows += [(f"{row['text']} by {row['method']}", row) for row in part(all_of["lookup"], "look-up")]
+    if "batch" in all_of:
+        k = all_of["batch"]["config"]["k"]
+        named_rows += [(f"a batch of {row['batch']}, k = {k}", row) for row in part(all_of["batch"], "batch")]
+    slow = [f"{name}: {speed_words(row)}" for name, row in named_rows if judge_speed(row) == "slower"]
     if not slow:
         return "No cell measured here is slower than the target alone beyond the noise."
     return "\n".join(["Slower than the target alone, beyond the noise:", "", *(f"- {line}" for line in dict.fromkeys(slow))])
@@ -196,7 +201,7 @@ def tables(all_of: dict) -> dict[str, str]:
         rows = drafts["summary"]["drafts"]
         found |= {"draft_table": draft_table(rows, wide=True), "bigger": draft_verdict(rows), "acceptance_float32": acceptance(drafts)}
     if "bench" in all_of and "drafts" in all_of:
-        found["not_pay"] = slower_cells(all_of["bench"], all_of["drafts"])
+        found["not_pay"] = slower_cells(all_of)
     if "drafts_bfloat16" in all_of:
         found["acceptance_bfloat16"] = acceptance(all_of["drafts_bfloat16"])
     return found | further_tables(all_of)

@@ -1,6 +1,6 @@
-"""The five prompts, from the most predictable to the least.
+"""The five prompts, and three that come with a text to work on.
 
-Every prompt is the beginning of a text that the model goes on with, so the words alone decide how predictable it is.
+Every workload is the beginning of a text that the model goes on with, so the words alone decide how predictable it is.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ DEFAULT_WORKLOAD = "open prose"
 FEWEST_WORDS = 4  # of a prompt made by beginning a workload's text later
 
 
-def later_starts():
-    """(name, text): the five workloads, then the same texts begun at their second word, at their third, ... All differ."""
-    words = {name: re.split(r"(?<=\s)(?=\S)", text) for name, text in WORKLOADS.items()}
+def later_starts(texts=WORKLOADS):
+    """(name, text): these texts, then the same ones begun at their second word, at their third, ... All differ."""
+    words = {name: re.split(r"(?<=\s)(?=\S)", text) for name, text in texts.items()}
     for later in count():
         left = [name for name in words if not later or len(words[name]) - later >= FEWEST_WORDS]
         if not left:

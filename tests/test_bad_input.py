@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from spec_common import HERE
 
@@ -54,6 +57,28 @@ def nothing_loads(monkeypatch):
     for module in (spec_one_pass, spec_precondition):
         monkeypatch.setattr(module, "load", lambda *a, **b: pytest.fail("a model was loaded first"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where a process is in its imports is read from /proc")
+@pytest.mark.parametrize("script", [["spec_decode.py"], ["-m", "spec_models.embedded"], ["-m", "draft_training.make_draft"]])
+def test_ctrl_c_during_imports_is_one_line(script):
+    """Sent as soon as torch's library is being loaded, seconds before a script's own code begins."""
+    process = subprocess.Popen(
+        [sys.executable, *script, "--help"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    said, err = process.communicate(timeout=120)
+    assert (process.returncode, said, err.strip()) == (130, "", "interrupted before anything was begun")
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_loads(nothing_loads, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    line = refused(spec_decode.main, ["--results", tmp_path / "a" / "b.json"], capfd)
+    says(line, "--results", "cannot be written; name another place")
 
 
 SCRIPTS = [spec_decode.main, spec_bench.main, spec_drafts.main, spec_one_pass.main, spec_precondition.main]

@@ -226,7 +226,7 @@ def test_transformers_look_up_is_timed_without_a_streamer(world, monkeypatch):
     monkeypatch.setattr(spec_decode, "interleave", quiet)
     args = spec_lookup.parse_args(["--methods", "lookup", "--repeats", "1", "--n-tokens", "8", "-k", "3"])
     found = {"v": {1: 1.0, 4: 76 / 64}, "c": None, "c_first": None, "c_next": None, "c2": None, "target_pass_s": 64.0}
-    row = spec_lookup.measure_method(tiny.task(target.model, (7, 8, 9, 7, 8), 8), target, None, "lookup", args, found)
+    row = spec_lookup.measure_methods(tiny.task(target.model, (7, 8, 9, 7, 8), 8), target, None, args, found)["lookup"]
     assert row["baseline_s"] == [ALONE] and row["prompt_lookup_s"][0] > 0
     assert row["speculative_s"] == [sum(60 + 4 * (n + 1) for n in row["proposed_lengths"])]
     assert abs(row["prediction_error"]) < 1e-12, "a look-up costs its checks alone"
@@ -305,15 +305,16 @@ def test_sampling_advises_against_only_where_the_interval_does(low, high, says):
 def test_a_text_with_an_excused_tie_is_not_called_exact(script, world, monkeypatch):
     """The check says what it excused; the row may not say that there was nothing."""
     tie = {"near_tie": True, "index": 1}
-    for module in (spec_decode, spec_drafts, spec_sampling, spec_batch):
+    for module in (spec_decode, spec_sampling, spec_batch):
         monkeypatch.setattr(module, "check_exact", lambda *_: [dict(tie)])
     requests = requests_of(world, 4)
     args = argparse.Namespace(k=3, n_tokens=8, repeats=1, warmup=0, allow_near_ties=True, verify="token")
     task, draft = next(iter(requests.tasks.values())), Loaded(requests.draft, None, "draft", "--draft")
-    if script == "decode":  # which looks only at texts that differ
+    if script in ("decode", "drafts"):  # which look only at texts that differ
         real = spec_decode.run_speculative
         other = lambda run: run.done.tokens.append(run.done.tokens.pop() ^ 1) or run  # noqa: E731
         monkeypatch.setattr(spec_decode, "run_speculative", lambda *given, **more: other(real(*given, **more)))
+    if script == "decode":
         row = spec_decode.measure(task, tiny.method(task, requests.draft, 3), args)
     elif script == "drafts":
         found = {

@@ -107,9 +107,30 @@ def test_stale_pages_and_edited_results_and_those_of_other_code_are_told_apart(f
     edit(bench, lambda document: better(document) or document["rows"][-1].update(k=77), signed=False)
     assert spec_report.main(check) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "error: spec_bench.json: rows or summary were edited after they were measured; measure them again"
+    assert line == "error: --results spec_bench.json: its rows or summary were edited after they were measured; measure again"
     edit(bench, lambda document: document["environment"].update(code=dict.fromkeys(spec_report.code_states(document), "0")), signed=True)
     assert spec_report.main(check) == 2 and "two states of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", '{"status": "complete", "rows": []}', "[]"])
+def test_a_damaged_result_file_is_one_line(text, folder, capsys):
+    (folder / "spec_bench.json").write_text(text)
+    assert spec_report.main(["--results", str(folder), "--check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: --results spec_bench.json: not a result file; measure again"
+
+
+def test_where_it_does_not_pay_names_the_cells_of_every_script():
+    """By the verdict: with all of its interval below 1. Nothing that a script measured is left out."""
+    every = committed()
+    slow = {"speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
+    every["batch"]["rows"] = [row | (slow if row.get("batch") == 2 else {}) for row in every["batch"]["rows"]]
+    every["sampling"]["summary"]["temperatures"][0].update(slow)
+    every["lookup"]["rows"] = [row | (slow if row.get("text") == "code" else {}) for row in every["lookup"]["rows"]]
+    words = spec_report.slower_cells(every)
+    for named in ("a batch of 2, k = ", "sampling at temperature 0, k = ", "code by lookup: ", "code by hybrid: "):
+        assert f"- {named}" in words
+    assert "a batch of 1," not in words
 
 
 def test_a_failed_cell_and_one_of_too_few_turns_can_be_shown():

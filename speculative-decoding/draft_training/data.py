@@ -34,6 +34,8 @@ from draft_training.requests import (
 )
 from draft_training.teacher import Teacher, continue_rows
 from spec_cli import at_least, command, fraction
+from spec_models.embedded import ensure_target
+from spec_models.find import EMBEDDED
 
 NEW_TOKENS = 64  # tokens a row: many short rows, because a draft agrees least at the beginning of a text
 SHARES = {"code": 0.34, "list": 0.16, "json": 0.16, "repeat": 0.08, "prose": 0.26}  # of the rows that are no chat
@@ -119,12 +121,13 @@ def training_prompts_of(path):
     return texts
 
 
-def check_folder(name):
-    """Raises UserError where no model is in that folder."""
+def target_folder(name):
+    """The folder of a target: the embedded one's by its name. Raises UserError where no model is in it."""
+    if name == EMBEDDED:
+        return str(ensure_target())
     if not (pathlib.Path(name) / "config.json").exists():
-        raise UserError(
-            f"--target {name}: no folder of a model; python -m spec_models.embedded prints the embedded target's"
-        )
+        raise UserError(f"--target {name}: no folder of a model; give one, or '{EMBEDDED}'")
+    return name
 
 
 def make_shards(teacher, tokenizer, args, texts):
@@ -142,7 +145,7 @@ def make_shards(teacher, tokenizer, args, texts):
 def parse_args(argv):
     parser = training_parser(
         __doc__,
-        "folder of the target",
+        "folder of the target, or 'smollm2'",
         "folder for the shards; those that are there are kept",
         '.jsonl of {"kind", "prompt"}; without it the target asks itself',
     )
@@ -157,7 +160,7 @@ def parse_args(argv):
 @command
 def main(argv=None):
     args = parse_args(argv)
-    check_folder(args.target)
+    args.target = target_folder(args.target)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     texts = training_prompts_of(args.prompts) if args.prompts else []

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from draft_training import train as training
 from draft_training.card import model_card
 from draft_training.data import make_shard, training_prompts_of
-from draft_training.guard import kept_out_runs
+from draft_training.guard import kept_out_runs, reported_texts
 from draft_training.judge import agreement, held_out, write_json
 from draft_training.options import above_zero, layer_list, training_parser
 from draft_training.shards import Shards
@@ -262,7 +262,10 @@ def parse_args(argv):
 def main(argv=None):
     args = parse_args(argv)
     torch.set_num_threads(args.threads)
+    if args.out.name in ("", ".."):
+        raise UserError(f"--out {args.out}: name the new folder of the draft")
     texts = training_prompts_of(args.prompts) if args.prompts else []
+    reported_texts(args.keep_out)  # read again when the data is there; a mistake in them is told now
     target, tokenizer = load_target(args.target)
     if args.layers and max(args.layers) >= target.config.num_hidden_layers:
         raise UserError(f"--layers: the target has layers 0 to {target.config.num_hidden_layers - 1}")

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_training.checkpoint import save_state
-from draft_training.data import check_folder
+from draft_training.data import target_folder
 from draft_training.judge import held_out
 from draft_training.options import add_budget_options, add_draft_options, add_loss_options, training_parser
 from draft_training.train import Lesson, grow, log_start, prepare, report, shards_of, train
@@ -81,7 +81,7 @@ def parse_args(argv):
 
 def load_target(args):
     """The target in float32. Raises UserError for one that none is made for here."""
-    check_folder(args.target)
+    args.target = target_folder(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     if target.config.model_type != "llama" or not target.config.tie_word_embeddings:
         raise UserError(f"--target {args.target}: made for a Llama with a tied head; give another model")

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_training.checkpoint import Clock, Stop, load_state, save_state
-from draft_training.data import check_folder
+from draft_training.data import target_folder
 from draft_training.guard import kept_out_runs
 from draft_training.judge import agreement, held_out
 from draft_training.loss import distill_loss
@@ -255,7 +255,7 @@ def log_start(args, shards):
 @command
 def main(argv=None):
     args = parse_args(argv)
-    check_folder(args.target)
+    args.target = target_folder(args.target)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)

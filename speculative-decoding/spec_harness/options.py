@@ -101,7 +101,7 @@ def policy_of(args, k: int, costs: dict):
 
 def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WORKLOAD) -> None:
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--workload", default=default, help=f"one of: {', '.join(names)}")
+    group.add_argument("--workload", default=default, help=f"one of: {', '.join(dict.fromkeys(('all', *names)))}")
     group.add_argument("--prompt", help="a prompt of your own")
     group.add_argument(
         "--prompt-file",
@@ -122,7 +122,7 @@ def fill_pair(args) -> None:
 
 def workload_prompt(name: str, flag: str = "--workload") -> tuple[str, str]:
     if name not in WORKLOADS:
-        raise UserError(f"{flag} {name}: unknown; choose {', '.join(WORKLOADS)}")
+        raise UserError(f"{flag} {name}: unknown; choose all, {', '.join(WORKLOADS)}")
     return name, WORKLOADS[name]
 
 

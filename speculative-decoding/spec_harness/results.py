@@ -13,7 +13,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from spec_common import UserError, say
+from spec_common import HERE, UserError, say
 
 import numpy as np
 import torch
@@ -87,7 +87,9 @@ def clear_unfinished(path: Path) -> None:
 
 def shown_command() -> str:
     """The command line without any folder of this machine."""
-    words, before = [Path(sys.argv[0]).name], ""
+    script = Path(sys.argv[0])
+    inside = HERE in script.resolve().parents and script.resolve().parent != HERE  # what is in a folder is run with -m
+    words, before = ["-m", f"{script.parent.name}.{script.stem}"] if inside else [script.name], ""
     for word in sys.argv[1:]:
         option, equals, value = word.partition("=")
         if option in TEXTS or before in TEXTS:  # a prompt may begin like a path

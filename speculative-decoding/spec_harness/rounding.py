@@ -65,6 +65,8 @@ def measured(model, prompts: list[torch.Tensor], n: int, name: str, form: str) -
 
 
 def load_target(args, device, dtype):
+    if dtype == torch.float32:
+        raise UserError("--dtype float32: nothing is excused there; choose bfloat16 or float16")
     target = load(args.target, "--target", device, dtype, args.revision, args.trust_remote_code)
     target.about["cpu_linear"] = "plain"
     return target, []
@@ -101,8 +103,6 @@ def main(argv=None) -> int:
     parser.set_defaults(dtype="bfloat16")
     args = parser.parse_args(argv)
     with open_run(args, "rounding", load=load_target) as (file, target, _):
-        if target.model.dtype == torch.float32:
-            raise UserError("--dtype float32: nothing is excused there; choose bfloat16 or float16")
         for name, form, model, prompts in models_of(args, target, target.model.device, target.model.dtype):
             for row in measured(model, prompts, args.n_tokens, name, form):
                 file.add(row)

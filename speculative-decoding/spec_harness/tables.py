@@ -61,7 +61,7 @@ def speed_words(row: dict) -> str:
     pairs = len(row["baseline_s"]) if "baseline_s" in row else row["pairs"]
     found = judge_speed(row)
     if found == "few":
-        return f"{row['speedup']:.2f}x from too few pairs for a verdict ({pairs}); {FEWEST_PAIRS} (--repeats, --seeds) give one"
+        return f"{row['speedup']:.2f}x, of too few pairs for a verdict ({pairs}; {FEWEST_PAIRS} turns give one)"
     words = {"faster": "faster than", "slower": "slower than", "noise": "no difference beyond the noise to"}[found]
     interval = interval_text(row["speedup_low"], row["speedup_high"])
     return f"{row['speedup']:.2f}x ({interval}, {pairs} pairs), {words} the target alone"

@@ -293,6 +293,8 @@ def test_no_folder_of_this_machine_is_in_the_file(monkeypatch):
     home = str(Path.home() / "models" / "mine")
     monkeypatch.setattr(sys, "argv", ["/opt/x/spec_bench.py", "--target", home, f"--draft={home}", "-k", "5"])
     assert shown_command() == "python spec_bench.py --target mine --draft=mine -k 5"
+    monkeypatch.setattr(sys, "argv", [str(machine.HERE / "spec_harness" / "rounding.py"), "--dtype", "float16"])
+    assert shown_command() == "python -m spec_harness.rounding --dtype float16"
     args = types.SimpleNamespace(
         target=home, prompt_file=Path(home), results=Path(home), resume="strict", k=5, drafts=[home, "cut:0"]
     )

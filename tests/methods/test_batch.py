@@ -674,6 +674,15 @@ def test_the_workloads_give_many_prompts_and_no_two_alike():
     assert all(len(text.split()) >= 4 for _, text in prompts)
 
 
+def test_the_texts_of_a_batch_are_those_that_were_asked_for():
+    every = spec_batch.row_prompts(spec_batch.parse_args(["--batches", "6"]))
+    code = spec_batch.row_prompts(spec_batch.parse_args(["--batches", "6", "--workload", "code"]))
+    assert [name for name, _ in every] == [*spec_batch.WORKLOADS, "code, from word 2"]
+    assert [name for name, _ in code] == ["code", *(f"code, from word {n}" for n in range(2, 7))]
+    with pytest.raises(UserError, match="--workload nope: unknown; choose all, code"):
+        spec_batch.row_prompts(spec_batch.parse_args(["--workload", "nope"]))
+
+
 def measured(batch: int, low: float | None, middle: float, pairs: int = 6) -> dict:
     return {"batch": batch, "error": None, "speedup": middle, "speedup_low": low, "speedup_high": low and low + 0.05, "aa_low": 0.98, "aa_high": 1.02,
             "prediction_error": -0.1, "exact": True, "baseline_s": [1.0] * pairs}  # fmt: skip

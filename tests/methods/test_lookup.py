@@ -388,7 +388,7 @@ def test_a_finished_run_is_taken_up_and_nothing_is_measured_again(quick, results
     argv = [*quick, "--limit", "1"]
     assert spec_lookup.main(argv) == 0
     rows = strict(results)["rows"]
-    monkeypatch.setattr(spec_lookup, "measure", lambda *a, **b: pytest.fail("measured again"))
+    monkeypatch.setattr(spec_lookup, "measure_all", lambda *a, **b: pytest.fail("measured again"))
     monkeypatch.setattr(spec_lookup, "prompt_lookup_rounds", lambda *a, **b: pytest.fail("counted again"))
     assert spec_lookup.main([*argv, "--resume"]) == 0
     assert strict(results)["rows"] == rows
@@ -400,7 +400,7 @@ def test_a_row_is_written_whole_or_not_at_all_and_measured_on_resuming(quick, re
     assert spec_lookup.main(argv) == 0
     whole = strict(results)
     tiny.killed_at(results, whole["rows"][:-1])
-    for name in ("look_ups", "measure"):
+    for name in ("look_ups", "measure_all"):
         with monkeypatch.context() as killed:
             killed.setattr(spec_lookup, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             assert spec_lookup.main([*argv, "--resume"]) != 0
@@ -479,7 +479,7 @@ def test_a_run_of_which_nothing_could_be_measured_fails(quick, monkeypatch, resu
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(spec_lookup, "measure", full)
+    monkeypatch.setattr(spec_lookup, "measure_all", full)
     assert spec_lookup.main(quick) == 1
     assert "nothing could be measured" in capsys.readouterr().out and strict(results)["status"] == "failed"
 

@@ -168,6 +168,7 @@ def gpt2(path):
         ("nothing there", "--target"),
         ("layers", "--layers: the target has layers 0 to 3"),
         ("there already", "already there"),
+        ("keep out", "--keep-out typo.jsonl: No such file"),
     ],
 )
 def test_a_mistake_is_one_line(case, words, target, tmp_path, capsys, monkeypatch):
@@ -186,6 +187,9 @@ def test_a_mistake_is_one_line(case, words, target, tmp_path, capsys, monkeypatc
         monkeypatch.setattr(make_draft.shutil, "disk_usage", lambda _: type("Disk", (), {"free": 10**9}))
     elif case == "nothing there":
         target = where
+    elif case == "keep out":  # read when the data is there: by then hours are gone
+        more = ["--keep-out", str(tmp_path / "typo.jsonl")]
+        monkeypatch.setattr(make_draft, "load_target", lambda _: pytest.fail("a model was loaded first"))
     elif case == "layers":
         more = ["--layers", "0,9"]
     else:
@@ -193,6 +197,13 @@ def test_a_mistake_is_one_line(case, words, target, tmp_path, capsys, monkeypatc
     assert make(target, out, *more) == 2
     err = capsys.readouterr().err.strip().splitlines()
     assert err[-1].startswith("error: ") and words in err[-1]
+
+
+@pytest.mark.parametrize("out", ["", ".", "/", "a/.."])
+def test_a_draft_needs_a_folder_of_its_own(out, target, capsys):
+    assert make(target, out) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: --out") and "name the new folder" in line
 
 
 def test_the_cuts_that_are_tried_are_layers_of_the_target():
