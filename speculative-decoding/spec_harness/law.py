@@ -115,11 +115,12 @@ def exact_cells(task: Task, rule: Sampled, draws: int) -> dict[tuple[int, int], 
 
 def drawn_pairs(task: Task, method: Method, draws: Iterable) -> Iterator[tuple[int, int]]:
     """The first two tokens of so many speculative runs, one after the other from one rule. The prompt is read once: both
-    caches are rolled back to it."""
-    state, drafter = prefill(task.target, task.prompt, LAW_TOKENS), method.drafter
+    caches are rolled back to it, and the drafter to what it was."""
+    drafter = method.drafter
+    state = prefill(task.target, task.prompt, LAW_TOKENS, drafter.taps)
     length = state.length
     start_drafter(task, drafter, state)
-    silent = drafter.blind
+    begun = dict(vars(drafter))
     for _ in draws:
         done = speculate(
             task.target, drafter, state, LAW_TOKENS, method.rule, method.policy, loop=task.loop, limit=task.limit
@@ -128,7 +129,7 @@ def drawn_pairs(task: Task, method: Method, draws: Iterable) -> Iterator[tuple[i
         state.length = length
         keep_slots(state.cache, length - 1)
         keep_slots(drafter.cache, length - 1)
-        drafter.blind = silent
+        vars(drafter).update(begun)
 
 
 def chi_square(counts: Counter, cells: dict[tuple, float], draws: int) -> dict:

@@ -130,6 +130,14 @@ def first_difference(name: str, there, here) -> str | None:
     return f"{name}: {there} there, {here} here"
 
 
+def both_loaded(here, there):
+    """The states here of the files that both runs loaded, and there of all the others: what one alone loads is called by a
+    file of another state, if it is called at all."""
+    if not isinstance(here, dict) or not isinstance(there, dict):
+        return here
+    return {name: here.get(name, state) for name, state in there.items()}
+
+
 class ResultFile:
     """One result file while it is being made: `rows` found on resuming, `add` for each new one.
 
@@ -209,6 +217,8 @@ class ResultFile:
             theirs = old.get(part)
             if not isinstance(theirs, dict):
                 return "it is no result file"
+            if part == "environment":
+                mine[part]["code"] = both_loaded(mine[part].get("code"), theirs.get("code"))
             for name in [*mine[part], *theirs]:
                 if name not in MAY_DIFFER and (found := first_difference(name, theirs.get(name), mine[part].get(name))):
                     return found[:200]

@@ -203,7 +203,10 @@ def check_passes(loaded: Loaded, error_of, refusal: str, tried_in: str) -> None:
     """One real try of passes that are no chain of tokens: `error_of(model)`, a share of the logits' spread, must stay
     within rounding. Raises UserError: `refusal`, or that memory ran out where it was tried."""
     refused = UserError(f"{loaded.flag} {loaded.name}: {refusal}")
-    if has_own_reach(loaded.model) or getattr(loaded.model, "reads_states", False):
+    if getattr(loaded.model, "reads_states", False):
+        where = f"{loaded.flag} {loaded.name}"
+        raise UserError(f"{where}: reads the target's states, which only chains of one text hand out here; choose another draft")
+    if has_own_reach(loaded.model):
         raise refused
     try:
         error = error_of(loaded.model)

@@ -470,6 +470,17 @@ def test_every_option_is_a_setting_but_where_things_go():
     assert set(vars(args)) - set(settings(args)) == {"results", "resume", "revision", "draft_revision", "wide"}
 
 
+def test_a_run_goes_on_beside_a_file_that_it_alone_has_loaded(tmp_path):
+    """A file that only one of the runs loaded was called by none that both did, or that one would be of another state."""
+    path = tmp_path / "results.json"
+    with ResultFile(path, "x", {}, {"code": {"spec_loop.py": "a", "spec_plot.py": "p"}}, None) as file:
+        file.add({"k": 1, "error": None})
+    with ResultFile(path, "x", {}, {"code": {"spec_loop.py": "a", "spec_new.py": "n"}}, "strict") as file:
+        assert len(file.rows) == 1
+    with pytest.raises(UserError, match="code.spec_loop.py: a there, b here"):
+        ResultFile(path, "x", {}, {"code": {"spec_loop.py": "b"}}, "strict")
+
+
 def test_the_code_that_measures_is_what_is_loaded_committed_or_not(tmp_path, monkeypatch):
     """A file in use that is edited is other code; one that no measurement runs through is not there."""
     for name in ("used", "folder/used_too", "unused"):

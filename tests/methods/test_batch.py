@@ -622,7 +622,7 @@ def test_room_for_a_batch_grows_with_its_rows():
     ("argv", "words"),
     [
         (["--batches", "0"], "'0' is not a whole number of 1 or more"),
-        (["--batches", "4096"], "a batch larger than the prompts (the workloads give "),
+        (["--batches", "4096"], "a batch larger than the prompts (--workload all gives "),
         (["--loop", "essay"], "--loop essay: a batch is decoded by the lean loop"),
         (["--k-policy", "cost"], "--k-policy cost: knows what single requests cost"),
         (["--prompt", "w1", "--batches", "2"], "a batch larger than the prompts (one --prompt is 1)"),
@@ -703,7 +703,7 @@ def test_the_verdict_names_the_batches_at_which_it_pays(lows, words):
     rows = [measured(batch, low, low) for batch, low in enumerate(lows, 1)]
     assert words in spec_batch.verdict(rows)
     few = spec_batch.verdict([measured(1, None, 2.0, pairs=5)])
-    assert "; too few pairs for a verdict;" in few and "too few pairs for a verdict (5)" in few and "pays" not in few
+    assert "; too few pairs for a verdict;" in few and "too few pairs for a verdict (5; 6 turns give one)" in few and "pays" not in few
 
 
 def test_a_failed_batch_is_shown_with_its_error():

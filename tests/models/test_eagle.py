@@ -13,8 +13,10 @@ import torch
 
 import tiny
 from spec_harness.arms import Task, draft_model, run_baseline, run_speculative
+from spec_harness.law import drawn_pairs, law_row, law_task
 from spec_loop import ModelDrafter, forward, new_cache, prefill
 from spec_methods.eagle import EagleDrafter
+from spec_methods.sampled import Chance, Sampled
 from spec_models import pairs
 from spec_models.checks import Loaded
 from spec_models.eagle import build_eagle, new_eagle, save_eagle
@@ -242,11 +244,25 @@ def test_what_it_cannot_do_is_said(tmp_path):
     from spec_methods.trees import check_tree
 
     for check in (check_tree, check_rows):
-        with pytest.raises(UserError, match=r"^--draft eagle: "):
+        with pytest.raises(UserError, match=r"^--draft eagle: reads the target's states"):
             check(head)
     args = SimpleNamespace(pass_form="graph")
     with pytest.raises(UserError, match="--pass graph: the passes of eagle are not captured"):
         pairs.run_fused(args.pass_form, [Loaded(target, None, "tiny", "--target", {}), head])
+
+
+def test_sampled_its_first_two_tokens_have_the_targets_law():
+    """Each draw begins where the prompt ends: nothing that the draft read or was given for the last one is left."""
+    target, eagle = trained(of_three_layers, 1)
+    rule = Sampled(1.0, 0, 1.0, Chance(3))
+    found = law_row(Task(target, PROMPT, 4), eagle, 2, rule, 1500)
+    assert found["cells"] > 5 and found["p_value"] > 1e-4
+    task = law_task(Task(target, PROMPT, 4))
+    method = draft_model(task, eagle, 2, Sampled(1.0, 0, 1.0, Chance(3)))
+    for _ in drawn_pairs(task, method, range(3)):
+        pass
+    state = prefill(target, PROMPT, 2, method.drafter.taps)
+    assert torch.equal(method.drafter.pending, state.features[0][:, -1:])
 
 
 def test_an_ordinary_draft_keeps_its_own_drafter():

@@ -18,7 +18,7 @@ from spec_models import linear as cpu_linear
 from spec_models.checks import Loaded, check_blocks
 from spec_models.embedded import GGUF, MANIFEST, TARGET_FOLDER, ensure_target, extract_gguf, is_whole, publish, sha256
 from spec_models.load import load
-from spec_models.pairs import SHIPPED_DRAFTS, cut_draft, shipped_draft
+from spec_models.pairs import SHIPPED_DRAFTS, cut_draft, draft_file
 
 
 @pytest.fixture
@@ -178,19 +178,19 @@ def test_the_drafts_that_ship_serve_other_models_of_the_tokenizer(name, embedded
     monkeypatch.setenv("SPEC_CACHE", str(Path(embedded_target).parent))
     own = load("smollm2", "--target", torch.device("cpu"), torch.float32)
     other = Loaded(tiny.llama(vocab_size=49152, eos_token_id=None), own.tokenizer, "larger", "--target")
-    draft = shipped_draft(other, name)
+    draft = draft_file(other, SHIPPED_DRAFTS[name], name)
     assert draft.model.get_input_embeddings().weight.shape == (49152, 576)
-    assert shipped_draft(own, name).model.get_input_embeddings().weight is own.model.get_input_embeddings().weight
+    assert draft_file(own, SHIPPED_DRAFTS[name], name).model.get_input_embeddings().weight is own.model.get_input_embeddings().weight
     done = tiny.speculated(other.model, draft.model, n=12, k=3)
     assert done.tokens == tiny.greedy(other.model, tiny.PROMPT, 12)
     assert done.draft_passes > 0
     # and on its own target it agrees: what ships is the trained draft, not any file of that name
     prompt = own.tokenizer("One, two, three, four, five, six, seven,")["input_ids"]
-    assert sum(tiny.speculated(own.model, shipped_draft(own, name).model, prompt, 20, 3).accepted) >= 10
+    assert sum(tiny.speculated(own.model, draft_file(own, SHIPPED_DRAFTS[name], name).model, prompt, 20, 3).accepted) >= 10
 
 
 def test_a_draft_that_ships_is_refused_for_another_tokenizer(embedded_target, monkeypatch):
     monkeypatch.setenv("SPEC_CACHE", str(Path(embedded_target).parent))
     other = Loaded(tiny.llama(), tiny.words(), "other", "--target")
     with pytest.raises(UserError, match="does not share the tokenizer"):
-        shipped_draft(other, sorted(SHIPPED_DRAFTS)[0])
+        draft_file(other, *reversed(min(SHIPPED_DRAFTS.items())))
