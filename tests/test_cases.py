@@ -11,6 +11,7 @@ import tokenizers
 import transformers as T
 
 import spec_plot
+from spec_harness.results import measured_hash
 from spec_harness.tables import shown_rounds
 from spec_models import pieces
 
@@ -27,6 +28,7 @@ def test_names_that_look_like_formulas_are_drawn_as_they_are(tmp_path):
     where = {"device": "cpu", "cpu_model": name, "threads": 1, "dtype": "float32", "git_commit": None}
     config = {"target": {"name": name}, "draft": {"name": name}}
     document = {"environment": where, "config": config, "rows": rows_of_a_sweep(name), "summary": {}}
+    document["measured_sha256"] = measured_hash(document)
     (tmp_path / "spec_bench.json").write_text(json.dumps(document))
     assert spec_plot.main(["--results", str(tmp_path)]) == 0
     assert len(list(tmp_path.glob("*.png"))) == 6

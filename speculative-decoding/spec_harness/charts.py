@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from spec_harness.compare import measured_cells
+from spec_harness.compare import measured_cells, shown_name
 from spec_harness.drawing import (
     SIZE,
     above,
@@ -211,7 +211,7 @@ def plot_comparison(first: dict, second: dict, theme: dict):
                 [one.figure], [place + shift], color=theme[colour], marker="o", markersize=4, linestyle="", label=label
             )
     ax.axvline(1, color=theme["d"], linewidth=1, linestyle=":")
-    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.set_yticks(range(len(names)), [shown_name(name) for name in names], fontsize=8)
     ax.invert_yaxis()
     above(figure, theme, 2)
     return figure

@@ -58,7 +58,7 @@ def read_document(path: Path, flag: str) -> dict:
     whole = isinstance(document, dict) and all(isinstance(document.get(part), kind) for part, kind in parts.items())
     if not whole or not all(isinstance(row, dict) for row in document["rows"]):
         raise UserError(f"{flag} {path.name}: not a result file; measure again")
-    if "measured_sha256" in document and was_edited(document):
+    if was_edited(document):
         raise UserError(f"{flag} {path.name}: its rows or summary were edited after they were measured; measure again")
     return document
 
@@ -66,13 +66,29 @@ def read_document(path: Path, flag: str) -> dict:
 def cell_name(row: dict) -> str:
     """What names a cell in its sweep, in words."""
     named = [(key, row[key]) for key in CELL if isinstance(row.get(key), (str, int, float))]
-    return ", ".join(str(value) if isinstance(value, str) else f"{key} {value}" for key, value in named)[:LONGEST_CELL]
+    return ", ".join(str(value) if isinstance(value, str) else f"{key} {value}" for key, value in named)
+
+
+def shown_name(name: str) -> str:
+    """A cell's name as a table has room for it: its beginning and its end, where k and seed stand."""
+    half = LONGEST_CELL // 2 - 2
+    return name if len(name) <= LONGEST_CELL else f"{name[:half]} .. {name[-half:]}"
+
+
+def rows_of(document: dict) -> list[dict]:
+    """Every row with a figure of its own: of a row that holds several drafts, one for each; of turns that count only together,
+    the summary's."""
+    apart = [
+        {**row, **one, "draft": name} for row in document["rows"] if isinstance(row.get("drafts"), dict) for name, one in row["drafts"].items()
+    ]
+    whole = [row for row in document["rows"] if not isinstance(row.get("drafts"), dict)]
+    return [*whole, *apart, *(document["summary"].get("arms") or [])]
 
 
 def measured_cells(document: dict) -> dict[str, Measured]:
-    """Every cell that has a figure, or an error instead, by name. Of turns that count only together, the summary's rows."""
+    """Every cell that has a figure, or an error instead, by its whole name: none may stand in for another."""
     found = {}
-    for row in [*document["rows"], *(document["summary"].get("arms") or [])]:
+    for row in rows_of(document):
         name = next((name for name in FIGURES if isinstance(row.get(name), (int, float))), "speedup")
         if isinstance(row.get(name), (int, float)) or row.get("error"):
             found[cell_name(row)] = Measured(
@@ -87,6 +103,9 @@ def differences(first: dict, second: dict, inside: str = "") -> list[str]:
     for key in dict.fromkeys([*first, *second]):
         a, b = lasting(first.get(key)), lasting(second.get(key))
         if a == b or key in CHANGES:
+            continue
+        if key == "code" and isinstance(a, dict) and isinstance(b, dict):
+            lines.append(f"{inside}code: {sum(a.get(file) != b.get(file) for file in {*a, *b})} files of other states")
             continue
         if isinstance(a, dict) and isinstance(b, dict):
             lines += differences(a, b, f"{inside}{key}.")
@@ -113,7 +132,7 @@ def comparison_table(first: dict[str, Measured], second: dict[str, Measured]) ->
         a, b = first[name], second[name]
         both = a.figure and b.figure and not (a.error or b.error)
         rows.append(
-            {"cell": name, "a": shown_cell(a), "b": shown_cell(b), "ratio": b.figure / a.figure if both else None}
+            {"cell": shown_name(name), "a": shown_cell(a), "b": shown_cell(b), "ratio": b.figure / a.figure if both else None}
         )
     return markdown_table(rows, [("cell", "cell", str), ("a", "A", str), ("b", "B", str), ("ratio", "B / A", fixed(2))])
 

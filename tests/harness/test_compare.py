@@ -10,6 +10,7 @@ import spec_plot
 from spec_harness.charts import plot_comparison
 from spec_harness.compare import compared_files, differences, measured_cells
 from spec_harness.drawing import THEMES
+from spec_harness.results import measured_hash
 
 
 def document(rows, experiment="spec_bench", dtype="float32", **config) -> dict:
@@ -28,6 +29,11 @@ def document(rows, experiment="spec_bench", dtype="float32", **config) -> dict:
         "rows": rows,
         "summary": {},
     }
+
+
+def written(one: dict) -> str:
+    """As a script writes it: signed."""
+    return json.dumps({**one, "measured_sha256": measured_hash(one)})
 
 
 def cell(k, speedup, low=None, high=None, **more) -> dict:
@@ -65,6 +71,26 @@ def test_a_failed_cell_stays_in_the_table_and_long_names_fit():
     assert "failed" in table and max(map(len, table.splitlines())) <= 100
 
 
+def test_no_cell_stands_in_for_another_however_long_its_name():
+    """Seeds of one temperature, and texts of one long name at several k: all of them are in the table."""
+    seeds = [{"part": "sampling", "workload": "open prose", "temperature": 0.3, "seed": seed, "speedup": 1.0 + seed, "error": None} for seed in range(6)]
+    long = [{"part": "k", "workload": "w" * 90, "k": k, "speedup": float(k), "error": None} for k in (1, 2, 3)]
+    one = document([*seeds, *long])
+    assert [found.figure for found in measured_cells(one).values()] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1.0, 2.0, 3.0]
+    table = compared_files(one, one, ("a", "b")).splitlines()
+    assert sum(line.startswith("| sampling") for line in table) == 6 and sum(".. " in line and "k 2" in line for line in table) == 1
+
+
+def test_every_draft_of_a_text_is_a_cell():
+    drafts = {"s": {"speedup": 1.5, "speedup_low": 1.4, "speedup_high": 1.6, "error": None}, "m": {"speedup": 1.2, "error": None}}
+    found = measured_cells(document([{"part": "draft", "workload": "code", "drafts": drafts, "error": None}]))
+    assert {name: one.figure for name, one in found.items()} == {"draft, code, s": 1.5, "draft, code, m": 1.2}
+
+
+def test_of_the_code_it_is_said_how_many_files_differ():
+    assert differences({"code": {"a.py": "1", "b.py": "2"}}, {"code": {"a.py": "1", "b.py": "3", "c.py": "4"}}) == ["code: 2 files of other states"]
+
+
 def test_costs_and_the_rows_of_a_summary_have_their_figure():
     costs = document(
         [
@@ -92,7 +118,7 @@ def test_every_cell_of_both_is_drawn_with_its_interval():
 
 def test_two_files_on_the_command_line(tmp_path, capsys):
     for name, one in (("a", ONE), ("b", TWO)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(one))
+        (tmp_path / f"{name}.json").write_text(written(one))
     assert (
         spec_plot.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--out", str(tmp_path)]) == 0
     )
@@ -104,13 +130,14 @@ def test_two_files_on_the_command_line(tmp_path, capsys):
 
 
 BAD = {"no file": None, "empty": "", "a list": "[]", "no rows": '{"rows": 3}', "rows of numbers": json.dumps({**ONE, "rows": [1]}),
-       "another script": json.dumps({**ONE, "experiment": "spec_drafts"}), "no cell in both": json.dumps(document([cell(9, 1.0)])),
-       "words for a figure": json.dumps(document([cell(1, 1.0, "low", "high"), cell(2, 1.0)]))}  # fmt: skip
+       "another script": written({**ONE, "experiment": "spec_drafts"}), "no cell in both": written(document([cell(9, 1.0)])),
+       "words for a figure": written(document([cell(1, 1.0, "low", "high"), cell(2, 1.0)])), "edited": written(ONE).replace("1.5", "2.5"),
+       "its signature taken away": json.dumps(ONE)}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
 def test_a_file_that_cannot_be_compared_is_one_line(tmp_path, text, capsys):
-    (tmp_path / "a.json").write_text(json.dumps(ONE))
+    (tmp_path / "a.json").write_text(written(ONE))
     if text is not None:
         (tmp_path / "b.json").write_text(text)
     assert (
