@@ -158,10 +158,10 @@ class Choice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What stands of a proposal: a path of accepted guesses, then one token of the target's own."""
+    """What stands of a proposal: a path of accepted guesses, then one token of the target's own, if a row gives it."""
 
     path: list[int]  # the guesses' numbers
-    token: int
+    token: int | None  # None where all stand and no row says what follows them
     guesses: list[int]  # all of them, as read from the device
     finite: bool  # whether every pass was
 
@@ -177,7 +177,7 @@ class Greedy:
         return Choice(logits[:, :vocabulary].argmax(-1), None)
 
     def judge(self, out: Pass, proposal: Proposal) -> Verdict:
-        """Row 0 of `out.logits` says what follows the text, row i + 1 what follows guess i."""
+        """Row 0 of `out.logits` says what follows the text, row i + 1 what follows guess i; the last row may be missing."""
         choices = out.logits[0].argmax(-1)
         flags = torch.stack([out.finite, *proposal.finite]).all()[None]
         read = torch.cat([proposal.tokens, choices, flags]).tolist()  # the one wait for the device in a round
@@ -186,7 +186,7 @@ class Greedy:
         while agreed := [child for child in proposal.children(node) if guesses[child] == choices[node + 1]]:
             node = agreed[0]
             path.append(node)
-        return Verdict(path, choices[node + 1], guesses, bool(read[-1]))
+        return Verdict(path, choices[node + 1] if node + 1 < len(choices) else None, guesses, bool(read[-1]))
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop

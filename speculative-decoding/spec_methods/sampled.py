@@ -120,8 +120,8 @@ class Sampled:
         return Choice(self.chance.categorical(law), law)
 
     def judge(self, out: Pass, proposal: Proposal) -> Verdict:
-        """Row 0 of `out.logits` says what follows the text, row i + 1 what follows guess i. Below a node the guesses are
-        tried in turn, each drawn from its law (None: it was certain); one that is rejected leaves its residual to the
+        """Row 0 of `out.logits` says what follows the text, row i + 1 what follows guess i; the last row may be missing. Below a
+        node the guesses are tried in turn, each drawn from its law (None: it was certain); one that is rejected leaves its residual to the
         next (SpecInfer's rule, which for a chain is Leviathan's), and what is left at the end gives the target's token."""
         probs = self.law(out.logits[0])
         *guesses, finite = torch.cat(
@@ -131,6 +131,8 @@ class Sampled:
         while (child := self.accepted_child(proposal, guesses, node, rest)).node is not None:
             node = child.node
             path.append(node)
+            if node + 1 == len(probs):
+                return Verdict(path, None, guesses, bool(finite))
             rest = probs[node + 1]
         return Verdict(path, int(self.chance.categorical(child.rest)), guesses, bool(finite))
 
