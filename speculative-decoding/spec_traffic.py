@@ -141,7 +141,7 @@ def shown(row: dict) -> dict:
     """The row as the table wants it: medians of the turns."""
     fast = row["speculative"]
     middle = {name: statistics.median(values) if (values := [turn[name] for turn in fast["turns"] if turn[name] is not None]) else None
-              for name in ("output_throughput", "median_ttft_ms", "median_tpot_ms", "goodput")}  # fmt: skip
+              for name in ("output_throughput", "median_ttft_ms", "median_tpot_ms")}  # fmt: skip
     outputs = row.get("outputs")
     return {
         **(shown_interval(row) if "speedup" in row else {"speedup": None, "interval": None}), **middle, "load": str(Load(row["concurrency"], row["rate"])),

@@ -8,7 +8,6 @@ target runs while it trains. It is unrolled: it learns to go on from its own sta
 """
 
 import json
-import pathlib
 import sys
 
 from spec_common import UserError
@@ -19,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_training.checkpoint import save_state
 from draft_training.data import target_folder
 from draft_training.judge import held_out
-from draft_training.options import add_budget_options, add_draft_options, add_loss_options, training_parser
-from draft_training.train import Lesson, grow, log_start, prepare, report, shards_of, train
+from draft_training.train import Lesson, grow, log_start, prepare, report, shards_of, shards_parser, train
 from spec_cli import at_least, command
 from spec_models.eagle import build_eagle, new_eagle, save_eagle
 
@@ -64,18 +62,8 @@ def eagle_agreement(eagle, rows, depths):
 
 
 def parse_args(argv):
-    parser = training_parser(
-        __doc__,
-        "folder of the target, a Llama with a tied head",
-        "folder for the checkpoint, the log and the draft",
-        "the file of data.py: what it holds out of it is judged on",
-    )
-    parser.add_argument("--data", required=True, type=pathlib.Path, help="folder of teacher shards")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out; new shards join in")
+    parser = shards_parser(__doc__)
     parser.add_argument("--depths", type=at_least(1, 16), default=3, help="guesses ahead that it is trained for")
-    add_draft_options(parser)
-    add_budget_options(parser)
-    add_loss_options(parser)
     return parser.parse_args(argv)
 
 

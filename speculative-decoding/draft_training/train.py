@@ -199,9 +199,10 @@ def an_epoch(args, draft, lesson, optimizer, shards, batches, rows, progress, cl
     return False
 
 
-def parse_args(argv):
+def shards_parser(doc):
+    """A parser of what any draft that learns from shards is told."""
     parser = training_parser(
-        __doc__,
+        doc,
         "folder of the target, a Llama with a tied head",
         "folder for the checkpoint, the log and the draft",
         "the file of data.py: what it holds out of it is judged on",
@@ -211,7 +212,11 @@ def parse_args(argv):
     add_draft_options(parser)
     add_budget_options(parser)
     add_loss_options(parser)
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_args(argv):
+    return shards_parser(__doc__).parse_args(argv)
 
 
 def prepare(args, draft):
