@@ -94,11 +94,7 @@ def summarise(sweep: list[dict], workloads: list[dict], costs: list[dict]) -> di
     alphas = [row["alpha"] for row in sweep if row.get("alpha") is not None]
     alpha = statistics.median(alphas) if alphas else None
     here = costs_at(costs, best["prompt_tokens"] + best["n_tokens"] // 2)
-    foreseen = (
-        best_k(alpha, here["c"] or 0.0, measured_v(here), max(row["k"] for row in sweep))
-        if alpha is not None
-        else (None, None)
-    )
+    foreseen = (None, None) if alpha is None else best_k(alpha, here, max(row["k"] for row in sweep))
     aa = pooled(cells)
     return {
         "aa": aa["aa"], "aa_low": aa["aa_low"], "aa_high": aa["aa_high"], "pairs": aa["pairs"],

@@ -107,7 +107,7 @@ def test_stale_pages_and_edited_results_and_those_of_other_code_are_told_apart(f
     edit(bench, lambda document: better(document) or document["rows"][-1].update(k=77), signed=False)
     assert spec_report.main(check) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "error: --results spec_bench.json: its rows or summary were edited after they were measured; measure again"
+    assert line == "error: --results spec_bench.json: it was edited after it was measured; measure again"
     edit(bench, lambda document: document["environment"].update(code=dict.fromkeys(spec_report.code_states(document), "0")), signed=True)
     assert spec_report.main(check) == 2 and "two states of" in capsys.readouterr().err
 

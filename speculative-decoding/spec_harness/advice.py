@@ -8,7 +8,7 @@ from spec_common import UserError
 
 from spec_cli import reachable
 from spec_harness.essay import FIGURES
-from spec_harness.theory import alpha_of_acceptance, best_k, ceiling, interpolated
+from spec_harness.theory import alpha_of_acceptance, best_k, ceiling, even_costs
 
 NEARLY_FREE = 1.25  # the essay calls 1.15x a ride-along and 1.71x "running out"; between them, nearer the first
 
@@ -49,7 +49,7 @@ def advise(rows: list[dict], c: float, alpha: float, source: str) -> dict | None
     v = {row["tokens"]: row["v"] for row in rows if row.get("v") is not None}
     if any(row.get("v_high") is not None and row["v_high"] < 1 for row in rows if row["tokens"] > 1):
         return None
-    k, speedup = best_k(alpha, c, interpolated(v), max(v) - 1)
+    k, speedup = best_k(alpha, even_costs(c, v), max(v) - 1)
     return {"best_k": k, "predicted_speedup": speedup, "assumed_alpha": alpha, "alpha_source": source, "c_used": c}
 
 

@@ -59,7 +59,7 @@ def read_document(path: Path, flag: str) -> dict:
     if not whole or not all(isinstance(row, dict) for row in document["rows"]):
         raise UserError(f"{flag} {path.name}: not a result file; measure again")
     if was_edited(document):
-        raise UserError(f"{flag} {path.name}: its rows or summary were edited after they were measured; measure again")
+        raise UserError(f"{flag} {path.name}: it was edited after it was measured; measure again")
     return document
 
 

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from spec_cli import replaceable
 from spec_harness.machine import load_average
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TEXTS = ("--prompt", "--text")
 MAY_DIFFER = ("load_average_1m", "load_average_1m_at_the_end", "cpu_busy", "git_dirty")  # of the environment, on resuming
 # Options that change where things go, not what is measured: they may differ between a run and its resumption.
@@ -60,14 +60,18 @@ def write_json(path: Path, document: dict) -> None:
 
 
 def measured_hash(document: dict) -> str:
-    """Signs what was measured: the sha256 of rows and summary, as JSON whose keys are sorted."""
-    signed = plain({name: document.get(name) for name in ("rows", "summary")})
+    """Signs what was measured, where and how: the sha256 of all of a document but the signature, as JSON whose keys are
+    sorted. Raises ValueError for a NaN, which no run writes."""
+    signed = {name: part for name, part in document.items() if name != "measured_sha256"}
     return hashlib.sha256(json.dumps(signed, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def was_edited(document: dict) -> bool:
-    """Whether rows or summary are not those that were signed."""
-    return document.get("measured_sha256") != measured_hash(document)
+    """Whether anything in it is not what was signed."""
+    try:
+        return document.get("measured_sha256") != measured_hash(document)
+    except ValueError:
+        return True
 
 
 def without_folder(value):
@@ -226,7 +230,7 @@ class ResultFile:
             return f"experiment: {old.get('experiment')} there, {self.document['experiment']} here"
         if old.get("schema_version") != SCHEMA_VERSION:
             return "it has another schema"
-        return "its rows or summary were edited after they were measured" if was_edited(old) else None
+        return "it was edited after it was measured" if was_edited(old) else None
 
     def find(self, **cell) -> dict | None:
         return next(
@@ -245,7 +249,7 @@ class ResultFile:
         self.write()
 
     def write(self) -> None:
-        self.document["measured_sha256"] = measured_hash(self.document)
+        self.document["measured_sha256"] = measured_hash(plain(self.document))
         try:
             write_json(self.path, self.document)
         except OSError as error:

@@ -99,8 +99,14 @@ def measured_v(costs: dict) -> Callable[[int], float]:
     return interpolated({int(n): cost for n, cost in costs["v"].items()})
 
 
-def best_k(alpha: float, c: float, v: Callable[[int], float], largest: int) -> tuple[int, float]:
-    """The k from 0 to `largest` of the highest predicted speedup, and that speedup. 0, at 1.0, means: do not."""
-    predicted = {k: expected_tokens(alpha, k) / (k * c + v(k + 1)) for k in range(1, largest + 1)}
+def even_costs(c: float, v: dict[int, float]) -> dict:
+    """Costs as `costs_at` gives them, where every draft pass costs the same."""
+    return {"v": v, **dict.fromkeys(("c", "c_first", "c_next", "c2"), c)}
+
+
+def best_k(alpha: float, costs: dict, largest: int) -> tuple[int, float]:
+    """The k from 0 to `largest` of the highest predicted speedup (`forecast_speedup` of k draft passes a round), and that
+    speedup. 0, at 1.0, means: do not."""
+    predicted = {k: forecast_speedup(alpha, k, k, costs) for k in range(1, largest + 1)}
     best = max(predicted, key=predicted.get, default=0)
     return (best, predicted[best]) if best and predicted[best] > 1 else (0, 1.0)

@@ -382,7 +382,7 @@ def test_an_edited_file_is_refused_in_one_line_not_with_a_traceback(tmp_path, ch
         ResultFile(path, "x", {}, {}, "strict")
 
 
-def test_a_file_without_its_date_is_gone_on_with(tmp_path):
+def test_a_file_without_its_date_was_edited_and_is_kept_aside(tmp_path):
     path = tmp_path / "one.json"
     with ResultFile(path, "x", {}, {}, None) as file:
         file.add({"k": 1})
@@ -390,8 +390,8 @@ def test_a_file_without_its_date_is_gone_on_with(tmp_path):
     document = json.loads(path.read_text())
     del document["created_at"]
     path.write_text(json.dumps(document))
-    with ResultFile(path, "x", {}, {}, "strict") as file:
-        assert file.rows == [{"k": 1}]
+    with ResultFile(path, "x", {}, {}, "auto") as file:
+        assert file.rows == [] and json.loads((tmp_path / "old" / "one-unreadable.json").read_text()) == document
 
 
 def test_a_setting_that_differs_is_named_where_it_differs(tmp_path):
@@ -419,6 +419,11 @@ EDITS = {
     "a row less": lambda one: one["rows"].pop(0),
     "the order": lambda one: one["rows"].reverse(),
     "the summary": lambda one: one.update(summary={"best": 3}),
+    "what is unknown, made no number": lambda one: one["rows"][0].update(error=float("nan")),
+    "whether it ended well": lambda one: one.update(status="complete"),
+    "when": lambda one: one.update(created_at="2020-01-01T00:00:00+00:00"),
+    "the command": lambda one: one.update(command="python x.py --other"),
+    "the load": lambda one: one["environment"].update(load_average_1m=0.0),
     "the signature": lambda one: one.update(measured_sha256="0" * 64),
     "no signature": lambda one: one.pop("measured_sha256"),
 }
@@ -430,7 +435,7 @@ def test_rows_edited_by_hand_are_not_gone_on_with(edit, results):
     assert open_file(results, "strict").find(k=1), "as it was written it is"
     half_done(results)
     edited(results, EDITS[edit])
-    with pytest.raises(UserError, match="--resume: results.json .*edited after they were measured"):
+    with pytest.raises(UserError, match="--resume: results.json .*edited after it was measured"):
         open_file(results, "strict")
     assert open_file(results, "auto").rows == []
 

@@ -19,7 +19,7 @@ from spec_counts import Decoded
 from spec_decode import Mismatch, counts
 from spec_harness.arms import Method, Run, draft_model, run_speculative
 from spec_harness.replay import cheapest_way, on_one_ruler, record
-from spec_harness.theory import best_k, interpolated
+from spec_harness.theory import best_k, even_costs, interpolated, measured_v
 from spec_methods.policy import (
     FORGET,
     LOOP_OVERHEAD,
@@ -90,10 +90,10 @@ def test_cost_comes_back_when_guesses_begin_to_be_right():
 @pytest.mark.parametrize(("alpha", "c"), [(0.9, 0.05), (0.5, 0.1), (0.7, 0.3)])
 def test_cost_without_confidences_comes_to_the_k_of_the_formula(alpha, c):
     """Fed rounds that keep the mean of a geometric law, it settles at what theory.best_k gives for that alpha."""
-    v = interpolated({1: 1.0, 2: 1.06, 4: 1.12, 8: 1.31, 16: 1.9})
-    policy = Cost(8, c, v)
+    costs = even_costs(c, {1: 1.0, 2: 1.06, 4: 1.12, 8: 1.31, 16: 1.9})
+    policy = Cost(8, c, measured_v(costs))
     policy.right, policy.judged = alpha * 1e6, 1e6
-    wanted, _ = best_k(alpha, c, v, 8)
+    wanted, _ = best_k(alpha, costs, 8)
     assert policy.budget(False) == (wanted, None)
     with_confidences = policy.budget(True)
     assert with_confidences.depth == (8 if wanted else 0), "with confidences, `enough` ends the block"
