@@ -55,6 +55,7 @@ lint: .venv/ready-dev
 	$(PY) -m ruff format --check .
 
 .venv/ready: requirements.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: PYTHON=$(PYTHON): no such command; call make PYTHON=python3.11"; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than 3.11, which transformers needs; call make PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv || { echo "error: no virtual environment could be made; on Debian install python3-venv"; exit 2; }
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt || { echo "error: requirements.txt could not be installed; check the network and call make again"; exit 2; }

@@ -10,6 +10,7 @@ speedup exists for a draft whose alpha does not exceed its c (Leviathan et al.),
 from __future__ import annotations
 
 import functools
+import re
 import statistics
 
 from spec_common import UserError, judge_speed, tell
@@ -143,7 +144,10 @@ def table(rows: list[dict], essay: bool = False, wide: bool = False) -> str:
 
 def load_drafts(args, device, dtype):
     """(target, the drafts to compare); a cut head is shown beside the whole one. Raises UserError."""
-    return load_pair(args, device, dtype, args.drafts, [0, args.draft_vocab] if args.draft_vocab else None)
+    try:
+        return load_pair(args, device, dtype, args.drafts, [0, args.draft_vocab] if args.draft_vocab else None)
+    except UserError as error:  # a draft's flag is another one here
+        raise UserError(re.sub("^--draft(?= )", "--drafts", str(error))) from error
 
 
 def parse_args(argv):

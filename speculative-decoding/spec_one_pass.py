@@ -18,7 +18,7 @@ import torch
 from spec_cli import at_least, command, make_parser
 from spec_harness.costs import passes_within
 from spec_harness.options import open_run
-from spec_harness.tables import markdown_table
+from spec_harness.tables import markdown_table, progress
 from spec_models import linear as cpu_linear
 from spec_models.checks import check_room
 from spec_models.find import EMBEDDED
@@ -75,7 +75,7 @@ def run(model, tokenizer, ids: torch.Tensor, cut: int) -> tuple[list[dict], dict
             truncated_difference=difference,
             truncated_same=choice == row["prediction_id"],
         )
-    for i, row in enumerate(rows):
+    for i, row in enumerate(progress(rows, "each prefix alone")):
         alone = all_logits(model, ids[:, : i + 1])[-1]
         row.update(
             alone_prediction=tokenizer.decode([int(alone.argmax())]),

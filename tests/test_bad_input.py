@@ -280,6 +280,14 @@ def test_a_pair_without_a_shared_tokenizer_is_refused(main, pair, disk, capfd):
     )
 
 
+def test_a_draft_among_drafts_that_cannot_be_had_is_named_by_the_flag_that_names_it(pair, tmp_path, disk, capfd):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((Path(pair[3]) / "config.json").read_text())
+    argv = [*pair[:4], *pair[6:], "--drafts"]
+    says(refused(spec_drafts.main, [*argv, "draft-zz"], capfd), "--drafts draft-zz: no such draft")
+    says(refused(spec_drafts.main, [*argv, tmp_path / "bare"], capfd), "--drafts", "give a folder with a model.safetensors")
+
+
 def test_drafts_are_refused_for_their_tokenizer_before_any_timing(pair, draft_folder, disk, capfd, monkeypatch):
     other = tiny.save(tiny.llama(1), disk / "other words too", tiny.words(reverse=True))
     monkeypatch.setattr(spec_drafts, "measured_costs", lambda *a, **b: pytest.fail("timed first"))

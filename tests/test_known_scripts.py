@@ -107,17 +107,18 @@ def test_alpha_is_fed_where_alpha_is_wanted(tmp_path):
     args = spec_precondition.parse_args([])
     assert advice.assumed_alpha(args)[0] == pytest.approx(0.89, abs=0.005)
     path = tmp_path / "bench.json"
-    path.write_text(
-        json.dumps({"summary": {"alpha_median": 0.625, "acceptance_rate": 0.4}, "rows": [{"acceptance_rate": 0.4}]})
-    )
+    path.write_text(tiny.result_file([{"acceptance_rate": 0.4}], {"alpha_median": 0.625, "acceptance_rate": 0.4}))
     assert advice.assumed_alpha(spec_precondition.parse_args(["--from", str(path)])) == (
         0.625,
         "measured in bench.json",
     )
     assert advice.assumed_alpha(spec_precondition.parse_args(["--alpha", "0.5"])) == (0.5, "given")
-    path.write_text("{}")
-    with pytest.raises(UserError, match="--from bench.json"):
-        advice.assumed_alpha(argparse.Namespace(alpha=None, measured=Path(path)))
+    better = json.loads(path.read_text())
+    better["summary"]["alpha_median"] = 0.9
+    for text in ("{}", json.dumps(better), tiny.result_file([], {})):
+        path.write_text(text)
+        with pytest.raises(UserError, match="--from bench.json"):
+            advice.assumed_alpha(argparse.Namespace(alpha=None, measured=Path(path)))
 
 
 # --------------------------------------------------------------------------------------------------------------- bench

@@ -24,7 +24,6 @@ import tiny
 from clock_world import Price, World
 from spec_harness import costs
 from spec_harness.drawing import THEMES
-from spec_harness.results import measured_hash
 from spec_harness.tables import shown_rounds
 from spec_loop import ModelDrafter, forward, new_cache
 from spec_models import embedded
@@ -456,10 +455,6 @@ def test_a_file_that_is_no_result_is_named_or_skipped_not_a_traceback(content, t
     assert "spec_bench" in capsys.readouterr().err
 
 
-def signed(document: dict) -> dict:
-    return {**document, "measured_sha256": measured_hash(document)}
-
-
 @pytest.mark.parametrize("flags", [["--results", "{folder}"], ["--compare", "{folder}/spec_bench.json", "{folder}/spec_bench.json"]])
 def test_no_chart_is_drawn_of_rows_that_were_edited(pair, flags, tmp_path, capsys):
     path = tmp_path / "spec_bench.json"
@@ -478,7 +473,7 @@ def test_a_chart_of_an_interrupted_run_shows_what_there_is(pair, tmp_path):
         status="interrupted", summary={}, rows=[row for row in document["rows"] if row["part"] != "workload"]
     )
     document["rows"].append({**document["rows"][-1], "k": 9, "speedup": None, "error": "out of memory"})
-    (tmp_path / "spec_bench.json").write_text(json.dumps(signed(document)))
+    (tmp_path / "spec_bench.json").write_text(json.dumps(tiny.signed(document)))
     assert spec_plot.main(["--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "k_sweep_light.png",
@@ -491,7 +486,7 @@ def test_a_chart_of_an_interrupted_run_shows_what_there_is(pair, tmp_path):
 def test_a_cost_curve_without_its_summary_is_not_drawn_and_that_is_said(target_folder, tmp_path, capsys):
     path = tmp_path / "spec_precondition.json"
     assert precondition(path, "--model", target_folder, "--tokens", "1,2") == 0
-    path.write_text(json.dumps(signed({**strict(path), "status": "interrupted", "summary": {}})))
+    path.write_text(json.dumps(tiny.signed({**strict(path), "status": "interrupted", "summary": {}})))
     assert spec_plot.main(["--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith("error: --results") and not list((tmp_path / "out").glob("*.png"))

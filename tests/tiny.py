@@ -174,7 +174,17 @@ def save(model, folder, tokenizer=None) -> str:
     return str(folder)
 
 
+def signed(document: dict) -> dict:
+    """A result as a script writes it."""
+    return {**document, "measured_sha256": results.measured_hash(document)}
+
+
+def result_file(rows: list[dict], summary: dict) -> str:
+    """The text of a result file of those parts."""
+    return json.dumps(signed({"environment": {}, "config": {}, "rows": rows, "summary": summary}))
+
+
 def killed_at(path, rows: list[dict]) -> None:
     """The result file as a run that was killed when it had those rows leaves it."""
     document = {**json.loads(path.read_text()), "rows": rows, "status": "running", "summary": {}}
-    path.write_text(json.dumps(document | {"measured_sha256": results.measured_hash(document)}))
+    path.write_text(json.dumps(signed(document)))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from spec_common import UserError
 
 from spec_cli import reachable
+from spec_harness.compare import read_document
 from spec_harness.essay import FIGURES
 from spec_harness.theory import alpha_of_acceptance, best_k, ceiling, even_costs
 
@@ -33,14 +32,11 @@ def assumed_alpha(args) -> tuple[float, str]:
         return args.alpha, "given"
     if args.measured is None:
         return ESSAY_ALPHA, ESSAYS
-    try:
-        path = reachable(args.measured, "--from")
-        alpha = json.loads(path.read_text(encoding="utf-8"))["summary"]["alpha_median"]
-        return float(alpha), f"measured in {path.name}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--from {args.measured.name}: no result file of spec_bench.py with an alpha in it; run that first"
-        ) from error
+    path = reachable(args.measured, "--from")
+    alpha = read_document(path, "--from")["summary"].get("alpha_median")
+    if not isinstance(alpha, (int, float)):
+        raise UserError(f"--from {path.name}: no result file of spec_bench.py with an alpha in it; run that first")
+    return float(alpha), f"measured in {path.name}"
 
 
 def advise(rows: list[dict], c: float, alpha: float, source: str) -> dict | None:

@@ -10,7 +10,6 @@ five workloads and on the requests of another file.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from spec_common import HERE, UserError, tell
@@ -19,6 +18,7 @@ import numpy as np
 
 from spec_cli import at_least, command, make_parser, reachable
 from spec_harness.arms import draft_model, run_baseline
+from spec_harness.compare import read_document
 from spec_harness.costs import costs_at
 from spec_harness.options import add_task_options, make_task, open_run
 from spec_harness.prompts import read_prompts
@@ -109,13 +109,8 @@ def compared_policies(sets: dict[str, list[dict]], k: int, costs: list[dict]) ->
 
 def read_costs(path: Path) -> list[dict]:
     """The rows of a result file that say what passes cost. Raises UserError."""
-    try:
-        document = json.loads(reachable(path, "--costs").read_text(encoding="utf-8"))
-        costs = [row for row in document["rows"] if row.get("part") == "costs"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"--costs {path.name}: not a result file ({type(error).__name__}); name one of spec_bench.py"
-        ) from error
+    rows = read_document(reachable(path, "--costs"), "--costs")["rows"]
+    costs = [row for row in rows if row.get("part") == "costs"]
     if not costs or not all(isinstance(row.get("v"), dict) and "c_next" in row for row in costs):
         raise UserError(f"--costs {path.name}: no row in it says what passes cost; name one of spec_bench.py")
     return costs

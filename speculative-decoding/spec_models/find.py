@@ -76,7 +76,7 @@ def explain(error: BaseException, name: str, flag: str) -> UserError:
     hints = (
         ("gated", "the model is gated: accept its licence on the hub and log in with `hf auth login`"),
         ("trust_remote_code", "it needs its own code; read that code, then pass --trust-remote-code"),
-        ("no file named model.safetensors", "it has no safetensors weights, the only kind loaded here"),
+        ("no file named model.safetensors", "it has no safetensors weights, the only kind loaded here; give a folder with a model.safetensors, or a .gguf file"),
         ("not a valid model identifier", "not a folder here and not a model on the hub"),
         ("couldn't connect", f"the model hub is out of reach; give a folder or a .gguf file, or '{EMBEDDED}'"),
         ("not a valid JSON", "its config.json cannot be read"),

@@ -11,6 +11,7 @@ from spec_common import UserError, dtype_name, first_line, is_out_of_memory, rem
 
 import torch
 import transformers
+from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
@@ -23,6 +24,7 @@ from spec_models.find import EMBEDDED, SHIPPED_CONFIGS, explain, locate, read_co
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+hub_logging.set_verbosity_error()  # it writes a line for each of its tries; what comes of them is said in one
 
 SHARE_KEY_HEADS = "TRANSFORMERS_SDPA_FORCE_GQA"
 

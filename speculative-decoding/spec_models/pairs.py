@@ -191,7 +191,7 @@ def set_passes(args, models: list[Loaded]) -> None:
 def form(draft: Loaded) -> str:
     """The draft's name with its form, for a script's first line."""
     size = draft.about.get("draft_vocab")
-    return f"{draft.name} ({draft.about['pass']} pass, {f'head of the {size} most frequent ids' if size else 'whole head'})"
+    return f"{draft.name} ({draft.about['pass']} pass, {f'head of {size} ids' if size else 'whole head'})"
 
 
 def versions(args, target: Loaded, draft: Loaded, heads: list[int | None]) -> list[Loaded]:

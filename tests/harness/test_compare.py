@@ -7,10 +7,10 @@ import json
 import pytest
 
 import spec_plot
+import tiny
 from spec_harness.charts import plot_comparison
 from spec_harness.compare import compared_files, differences, measured_cells
 from spec_harness.drawing import THEMES
-from spec_harness.results import measured_hash
 
 
 def document(rows, experiment="spec_bench", dtype="float32", **config) -> dict:
@@ -33,7 +33,7 @@ def document(rows, experiment="spec_bench", dtype="float32", **config) -> dict:
 
 def written(one: dict) -> str:
     """As a script writes it: signed."""
-    return json.dumps({**one, "measured_sha256": measured_hash(one)})
+    return json.dumps(tiny.signed(one))
 
 
 def cell(k, speedup, low=None, high=None, **more) -> dict:

@@ -115,7 +115,7 @@ def test_the_script_records_fits_and_goes_on(target_folder, draft_folder, result
         "c2": 0.1,
         "v": {"1": 1.0, "4": 1.2},
     }
-    (tmp_path / "costs.json").write_text(json.dumps({"rows": [costs]}))
+    (tmp_path / "costs.json").write_text(tiny.result_file([costs], {}))
     files = [
         "--prompt-file",
         str(tmp_path / "p.jsonl"),
