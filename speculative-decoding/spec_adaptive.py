@@ -25,7 +25,7 @@ from spec_harness.options import add_prompt_options, add_task_options, chosen_pr
 from spec_harness.replay import cheapest_way, on_one_ruler, record
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words
-from spec_harness.theory import measured_v, pass_costs
+from spec_harness.theory import measured_v
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, FixedK, make_policy
 
 KS = (1, 2, 3, 5, 8)
@@ -38,9 +38,9 @@ PLAIN, AGAIN = "alone", "alone again (A/A)"
 
 def arm_methods(args, task: Task, draft, costs: dict) -> dict[str, Method]:
     """Every arm that speculates, by name: each fixed k, each policy."""
-    v, (c, first) = measured_v(costs), pass_costs(costs)
+    v, places = measured_v(costs), costs["c_places"]
     policies = {f"k = {k}": FixedK(k) for k in args.ks}
-    policies |= {name: make_policy(name, args.k, c, v, args.confidence, LOOP_OVERHEAD, first) for name in POLICIES[1:]}
+    policies |= {name: make_policy(name, args.k, places, v, args.confidence, LOOP_OVERHEAD) for name in POLICIES[1:]}
     return {name: Method(draft_model(task, draft, policy.most).drafter, policy) for name, policy in policies.items()}
 
 

@@ -52,7 +52,7 @@ OF_FREE_MEMORY = 0.9
 PER_REQUEST = (
     "emitted", "target_passes", "draft_passes", "proposed", "accepted", "rejections", "acceptance_rate", "alpha", "block_efficiency",
 )  # fmt: skip
-NO_COSTS = {"c": 0.0, "v": {1: 1.0}}  # for the policies that look at none
+NO_COSTS = {"c_places": [], "v": {1: 1.0}}  # for the policies that look at none
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts

@@ -147,7 +147,6 @@ def counts(done: Decoded, k: int) -> dict:
         "emitted": len(done.tokens),
         "target_passes": done.target_passes,
         "draft_passes": done.draft_passes,
-        "draft_rounds": sum(one.draft_passes > 0 for one in done.rounds),
         "draft_tokens_read": done.draft_tokens_read,
         "proposed": proposed,
         "accepted": accepted,
@@ -161,6 +160,7 @@ def counts(done: Decoded, k: int) -> dict:
         "accepted_lengths": done.accepted,
         "emitted_lengths": done.emitted,
         "proposed_lengths": [len(guesses) for guesses in done.proposals],
+        "drafting_lengths": [one.draft_passes for one in done.rounds],
     }
 
 

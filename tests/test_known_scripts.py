@@ -146,7 +146,7 @@ def cell(k: int, speedup: float, name: str = "one", **more) -> dict:
 
 
 def test_the_best_k_is_quoted_from_turns_that_did_not_choose_it():
-    found = [{"context": 8, "v": {"1": 1.0, "6": 1.2}, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1}]
+    found = [{"context": 8, "v": {"1": 1.0, "6": 1.2}, "c": 0.1, "c_places": [0.1], "c2": 0.1}]
     sweep = [cell(1, 1.2), cell(3, 1.5), cell(5, 1.3)]
     summary = spec_bench.summarise(sweep, [cell(3, 1.25), cell(3, 9.0, "two"), cell(5, 1.4)], found)
     assert (summary["best_k"], summary["best_speedup"]) == (3, 1.25)
@@ -173,8 +173,7 @@ def test_no_timed_arm_of_the_drafts_looks_at_the_clock_on_its_way(looking):
     found = {
         "v": {1: 1.0, 4: 76 / 64},
         "c": 8 / 64,
-        "c_first": 8 / 64,
-        "c_next": 8 / 64,
+        "c_places": [8 / 64],
         "c2": 9 / 64,
         "target_pass_s": 64.0,
     }
@@ -226,7 +225,7 @@ def test_transformers_look_up_is_timed_without_a_streamer(world, monkeypatch):
 
     monkeypatch.setattr(spec_decode, "interleave", quiet)
     args = spec_lookup.parse_args(["--methods", "lookup", "--repeats", "1", "--n-tokens", "8", "-k", "3"])
-    found = {"v": {1: 1.0, 4: 76 / 64}, "c": None, "c_first": None, "c_next": None, "c2": None, "target_pass_s": 64.0}
+    found = {"v": {1: 1.0, 4: 76 / 64}, "c": None, "c_places": [], "c2": None, "target_pass_s": 64.0}
     row = spec_lookup.measure_methods(tiny.task(target.model, (7, 8, 9, 7, 8), 8), target, None, args, found)["lookup"]
     assert row["baseline_s"] == [ALONE] and row["prompt_lookup_s"][0] > 0
     assert row["speculative_s"] == [sum(60 + 4 * (n + 1) for n in row["proposed_lengths"])]
@@ -321,8 +320,7 @@ def test_a_text_with_an_excused_tie_is_not_called_exact(script, world, monkeypat
         found = {
             "v": {1: 1.0, 4: 76 / 64},
             "c": 8 / 64,
-            "c_first": 8 / 64,
-            "c_next": 8 / 64,
+            "c_places": [8 / 64],
             "c2": 9 / 64,
             "target_pass_s": 64.0,
         }

@@ -112,9 +112,8 @@ def accounted(counted: dict, costs: dict) -> float:
     verified = [length + 1 for length in counted["proposed_lengths"]]
     overhead = counted["overhead_s"] / counted["target_passes"] / costs["target_pass_s"]
     share = counted["baseline_overhead_share"]
-    passes = counted["draft_passes"]
-    second = counted["draft_tokens_read"] - passes  # tokens read beyond the first of their pass
-    drafted = drafting_cost(costs, passes, counted["draft_rounds"], second)
+    second = counted["draft_tokens_read"] - counted["draft_passes"]  # tokens read beyond the first of their pass
+    drafted = drafting_cost(costs, counted["drafting_lengths"], second)
     return cost_speedup(counted["emitted"], drafted, verified, measured_v(costs), overhead, share / (1 - share))
 
 

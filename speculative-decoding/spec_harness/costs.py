@@ -15,7 +15,8 @@ import torch
 from spec_loop import forward, keep_slots, new_cache
 from spec_models import linear as cpu_linear
 
-DRAFT_PASSES = 5  # draft passes are timed so many in a row behind a pass of the target: a round of the essay's k
+ROUND = 5  # draft passes of the round that c is the mean of: the essay's k
+DRAFT_PASSES = 8  # so many are timed in a row behind a pass of the target: each is faster than the last until the caches hold the draft
 DRAFT_READS = DRAFT_PASSES + 1  # and read so many tokens at most
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
 SQUARE = {"cpu": 2048}  # side of the matrix product that measures the arithmetic rate; 4096 elsewhere
@@ -72,7 +73,7 @@ def timed_pass(model, ids: torch.Tensor, cache, context: int, n: int) -> Timed:
 def timed_draft(model, ids: torch.Tensor, cache, context: int, ahead: Callable[[], object], read: int = 1) -> Timed:
     """A round's draft passes, each on the clock as a target pass is: what they come to is a list of seconds. `ahead`, a pass
     of the target, comes before them, since it leaves the draft's weights in no cache: the first passes are slower than the
-    others. The first reads `read` tokens, each other one its own guess."""
+    later ones. The first reads `read` tokens, each other one its own guess."""
     ahead()
     seconds = []
     for n in (read, *[1] * (DRAFT_PASSES - 1)):
@@ -85,15 +86,14 @@ def timed_draft(model, ids: torch.Tensor, cache, context: int, ahead: Callable[[
 
 
 def by_place(samples: dict) -> dict:
-    """Raw seconds by name from what the turns of `pass_seconds` gave. Of the draft's passes: "draft", one of a round, all
-    places alike; "draft first", that behind the target's pass; "draft next", one of those after it; "draft 2", a first
-    one that reads two tokens, as it does where all guesses stood."""
+    """Raw seconds by name from what the turns of `pass_seconds` gave. Of the draft's passes: "draft", one of a ROUND, all
+    places alike; "draft place i", the i-th behind the target's pass, from 1; "draft 2", a first one that reads two tokens,
+    as it does where all guesses stood."""
     found = {name: [run.seconds for run in runs] for name, runs in samples.items() if name not in ("draft", "draft 2")}
     if "draft" in samples:
         one, two = ([run.result for run in samples[name]] for name in ("draft", "draft 2"))
-        found["draft"] = [statistics.fmean(row) for row in one]
-        found["draft first"], found["draft 2"] = ([row[0] for row in rows] for rows in (one, two))
-        found["draft next"] = [statistics.fmean(row[1:]) for row in one]
+        found["draft"], found["draft 2"] = [statistics.fmean(row[:ROUND]) for row in one], [row[0] for row in two]
+        found |= {f"draft place {i}": list(seconds) for i, seconds in enumerate(zip(*one, strict=True), 1)}
     return found
 
 
@@ -175,17 +175,15 @@ def linear_seconds(model, n: int, tries: int) -> list[float]:
     return [timed(multiply, model.device).seconds for _ in range(tries)]
 
 
-DRAFT_COSTS = {"c": "draft", "c_first": "draft first", "c_next": "draft next", "c2": "draft 2"}
-
-
 def costs_of(seconds: dict) -> dict:
-    """V(n) and what a draft pass costs (c, and by place as `by_place` tells them apart) as medians of ratios paired by turn,
-    with intervals, from what `pass_seconds` gave (with n = 1)."""
+    """V(n) and what a draft pass costs (c; by its place in a round, c_places; one that reads two tokens, c2) as medians of
+    ratios paired by turn, with intervals, from what `pass_seconds` gave (with n = 1)."""
     one = seconds[1]
     v = {n: paired_ratio(values, one) for n, values in seconds.items() if isinstance(n, int)}
-    drafts = {name: paired_ratio(seconds[arm], one) if arm in seconds else None for name, arm in DRAFT_COSTS.items()}
-    return {"v": {n: cost["median"] for n, cost in v.items()}, **{name: cost and cost["median"] for name, cost in drafts.items()},
-            "v_intervals": v, "c_interval": drafts["c"], "target_pass_s": statistics.median(one)}  # fmt: skip
+    c, c2 = (paired_ratio(seconds[arm], one) if arm in seconds else None for arm in ("draft", "draft 2"))
+    places = [paired_ratio(values, one)["median"] for arm, values in seconds.items() if str(arm).startswith("draft place")]
+    return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "c_places": places, "c2": c2 and c2["median"],
+            "v_intervals": v, "c_interval": c, "target_pass_s": statistics.median(one)}  # fmt: skip
 
 
 def measured_costs(target, draft, context: int, ks: list[int], limit: int | None) -> dict:
@@ -229,7 +227,8 @@ def costs_at(rows: list[dict], context: int) -> dict:
         "context": context,
         "v": v,
         "target_pass_s": one,
-        **{name: between(low[name], high[name]) for name in DRAFT_COSTS},
+        **{name: between(low[name], high[name]) for name in ("c", "c2")},
+        "c_places": [between(*pair) for pair in zip(low["c_places"], high["c_places"], strict=True)],
     }
 
 

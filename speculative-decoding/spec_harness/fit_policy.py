@@ -24,7 +24,7 @@ from spec_harness.options import add_task_options, make_task, open_run
 from spec_harness.prompts import read_prompts
 from spec_harness.replay import Recording, cheapest_way, on_one_ruler, record, replay
 from spec_harness.tables import fixed, markdown_table, progress
-from spec_harness.theory import measured_v, pass_costs
+from spec_harness.theory import measured_v
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, FixedK, make_policy
 from workloads import WORKLOADS
 
@@ -84,8 +84,7 @@ def oracle_speed(rows: list[dict], k: int, costs: list[dict]) -> float:
 
 def policies_of(k: int, costs: dict) -> dict:
     """Every fixed k, every policy, and `cost` with each of the constants tried, by name."""
-    (c, first), v = pass_costs(costs), measured_v(costs)
-    make = lambda name: make_policy(name, k, c, v, overhead=LOOP_OVERHEAD, first=first)  # noqa: E731
+    make = lambda name: make_policy(name, k, costs["c_places"], measured_v(costs), overhead=LOOP_OVERHEAD)  # noqa: E731
     found = {f"k = {n}": FixedK(n) for n in range(1, k + 1)} | {name: make(name) for name in POLICIES[1:]}
     for name, values in TRIED.items():
         for value in values:
@@ -111,7 +110,7 @@ def read_costs(path: Path) -> list[dict]:
     """The rows of a result file that say what passes cost. Raises UserError."""
     rows = read_document(reachable(path, "--costs"), "--costs")["rows"]
     costs = [row for row in rows if row.get("part") == "costs"]
-    if not costs or not all(isinstance(row.get("v"), dict) and "c_next" in row for row in costs):
+    if not costs or not all(isinstance(row.get("v"), dict) and row.get("c_places") for row in costs):
         raise UserError(f"--costs {path.name}: no row in it says what passes cost; name one of spec_bench.py")
     return costs
 

@@ -14,7 +14,7 @@ from spec_harness.arms import Task
 from spec_harness.machine import BUSY, environment
 from spec_harness.prompts import read_prompts
 from spec_harness.results import ResultFile, settings
-from spec_harness.theory import measured_v, pass_costs
+from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
 from spec_models.checkpoint import overridden
@@ -95,8 +95,7 @@ def check_policy(args) -> None:
 
 def policy_of(args, k: int, costs: dict):
     """The k policy asked for; `costs` as `costs_at` gives them, which only 'cost' looks at."""
-    c, first = pass_costs(costs)
-    return make_policy(args.k_policy, k, c, measured_v(costs), args.confidence, LOOP_OVERHEAD, first)
+    return make_policy(args.k_policy, k, costs["c_places"], measured_v(costs), args.confidence, LOOP_OVERHEAD)
 
 
 def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WORKLOAD) -> None:

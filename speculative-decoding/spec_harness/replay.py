@@ -55,7 +55,7 @@ def replay(recording: Recording, policy) -> dict:
         proposed.append(made)
         accepted.append(kept)
         place += kept + 1
-    return {"emitted": len(recording.right), "draft_passes": sum(proposed), "draft_rounds": sum(map(bool, proposed)), "proposed_lengths": proposed, "accepted_lengths": accepted}  # fmt: skip
+    return {"emitted": len(recording.right), "draft_passes": sum(proposed), "proposed_lengths": proposed, "drafting_lengths": proposed, "accepted_lengths": accepted}  # fmt: skip
 
 
 def cheapest_way(runs: list[int], k: int, costs: dict) -> float:
@@ -66,7 +66,7 @@ def cheapest_way(runs: list[int], k: int, costs: dict) -> float:
     for place in range(n - 1, -1, -1):
         blocks = range(min(runs[place], k, n - place - 1) + 1)
         left[place] = min(
-            drafting_cost(costs, m, min(m, 1)) + v(m + 1) + LOOP_OVERHEAD + left[place + m + 1] for m in blocks
+            drafting_cost(costs, [m]) + v(m + 1) + LOOP_OVERHEAD + left[place + m + 1] for m in blocks
         )
     return n * (1 + LOOP_OVERHEAD) / left[0]
 
@@ -75,5 +75,5 @@ def on_one_ruler(row: dict, costs: dict) -> float:
     """The speedup that an arm's counted rounds come to at the costs and overhead that the oracle is given: the only ruler
     that both can be laid on."""
     verified = [length + 1 for length in row["proposed_lengths"]]
-    drafted = drafting_cost(costs, row["draft_passes"], row["draft_rounds"])
+    drafted = drafting_cost(costs, row["drafting_lengths"])
     return cost_speedup(row["emitted"], drafted, verified, measured_v(costs), LOOP_OVERHEAD, LOOP_OVERHEAD)

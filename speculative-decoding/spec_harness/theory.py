@@ -6,7 +6,7 @@ pass over n tokens over a pass over one. All fractions and ratios. Source: Levia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def expected_tokens(alpha: float, k: int) -> float:
@@ -54,17 +54,18 @@ def cost_speedup(
     return tokens * (1 + plain_overhead) / spent
 
 
-def drafting_cost(costs: dict, passes: float, firsts: float, second: float = 0.0) -> float:
-    """What draft passes take, in target passes over one token: `firsts` of the `passes` come right behind a pass of the
-    target, `second` of those read two tokens. `costs` as `costs_at` gives them; 0 where no model drafts."""
+def drafting_cost(costs: dict, passes: Iterable[int], second: float = 0.0) -> float:
+    """What rounds of so many draft passes take, in target passes over one token; `second` of their first ones read two
+    tokens. `costs` as `costs_at` gives them; 0 where no model drafts."""
     if not costs["c"]:
         return 0.0
-    return firsts * costs["c_first"] + (passes - firsts) * costs["c_next"] + second * (costs["c2"] - costs["c_first"])
+    rounds = sum(cost_of_place(costs["c_places"], i) for count in passes for i in range(count))
+    return rounds + second * (costs["c2"] - costs["c_places"][0])
 
 
-def pass_costs(costs: dict) -> tuple[float, float]:
-    """What a draft pass of a round costs, and what the round's first one costs beyond that; 0 where no model drafts."""
-    return (costs["c_next"], costs["c_first"] - costs["c_next"]) if costs["c"] else (0.0, 0.0)
+def cost_of_place(places: Sequence[float], i: int) -> float:
+    """What the draft pass number `i`, from 0, of a round costs: as the last of those measured where it is further on."""
+    return places[min(i, len(places) - 1)]
 
 
 def forecast_speedup(
@@ -75,7 +76,7 @@ def forecast_speedup(
     `passes`: draft passes a round. `costs` as `costs_at` gives them; where all k guesses stood and the draft has not read the
     last one (passes = k), its next pass reads two tokens. The overheads as in `cost_speedup`.
     """
-    drafting = drafting_cost(costs, passes, min(passes, 1), alpha**k if passes == k else 0.0)
+    drafting = drafting_cost(costs, [passes], alpha**k if passes == k else 0.0)
     spent = drafting + measured_v(costs)(k + 1) + overhead
     return expected_tokens(alpha, k) * (1 + plain_overhead) / spent
 
@@ -101,7 +102,7 @@ def measured_v(costs: dict) -> Callable[[int], float]:
 
 def even_costs(c: float, v: dict[int, float]) -> dict:
     """Costs as `costs_at` gives them, where every draft pass costs the same."""
-    return {"v": v, **dict.fromkeys(("c", "c_first", "c_next", "c2"), c)}
+    return {"v": v, "c": c, "c_places": [c], "c2": c}
 
 
 def best_k(alpha: float, costs: dict, largest: int) -> tuple[int, float]:

@@ -6,7 +6,8 @@ None of them can change the text: a guess that was made is always judged, so wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from spec_loop import Budget
 
@@ -74,8 +75,7 @@ class Confidence(FixedK):
 class Cost(FixedK):
     """The k of the most expected tokens per second, from the measured costs and the acceptance seen so far.
 
-    A block of m guesses takes T(m) = m c + f + V(m+1) + o target passes (f: what its first draft pass costs beyond c) and
-    writes E(m) = 1 + a_1 + a_1 a_2 + ... tokens (Leviathan et al., equation 1, with an acceptance for each guess). Over many rounds the speed is the sum of the E over the sum of the T,
+    A block of m guesses takes T(m) = c_1 + ... + c_m + V(m+1) + o target passes (c_i: its i-th draft pass) and writes E(m) = 1 + a_1 + a_1 a_2 + ... tokens (Leviathan et al., equation 1, with an acceptance for each guess). Over many rounds the speed is the sum of the E over the sum of the T,
     so a block is worth E(m) - rate T(m) (renewal reward): `rate`, what time brings elsewhere, is the best E / T under the
     running alpha. A guess that is made counts with the acceptance that its confidence promises; those behind it with the
     running alpha. Drafting ends where no longer block is worth more than the one in hand; a round without guesses is one of
@@ -84,8 +84,10 @@ class Cost(FixedK):
 
     step, forget = STEP, FORGET
 
-    def __init__(self, k: int, c: float, v: Callable[[int], float], overhead: float = 0.0, first: float = 0.0):
-        self.passes = [m * c + (first if m else 0.0) + v(m + 1) + overhead for m in range(k + 1)]
+    def __init__(self, k: int, c: Sequence[float], v: Callable[[int], float], overhead: float = 0.0):
+        """`c`: the i-th draft pass of a block, the last one for all behind it; empty where no model drafts."""
+        drafting = [0.0, *accumulate(c[min(i, len(c) - 1)] if c else 0.0 for i in range(k))]
+        self.passes = [drafting[m] + v(m + 1) + overhead for m in range(k + 1)]
         super().__init__(k)
 
     def begin(self) -> None:
@@ -148,14 +150,13 @@ class Cost(FixedK):
 def make_policy(
     name: str,
     k: int,
-    c: float,
+    c: Sequence[float],
     v: Callable[[int], float],
     threshold: float = THRESHOLD,
     overhead: float = 0.0,
-    first: float = 0.0,
 ):
     """A fresh policy by its name; `k` is the most it may ask for. What only `cost` looks at, in target passes over one token:
-    `c` a draft pass, `first` what a block's first one costs beyond that, `v(n)` a target pass over n, `overhead` the loop's."""
+    `c` the draft passes of a block by their place, `v(n)` a target pass over n, `overhead` the loop's."""
     if name == "cost":
-        return Cost(k, c, v, overhead, first)
+        return Cost(k, c, v, overhead)
     return {"fixed": FixedK, "heuristic": Schedule}[name](k) if name != "confidence" else Confidence(k, threshold)

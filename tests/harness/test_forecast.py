@@ -13,8 +13,7 @@ from spec_harness.theory import cost_speedup, expected_tokens, forecast_speedup,
 
 COSTS = {
     "c": 0.11,
-    "c_first": 0.12,
-    "c_next": 0.1,
+    "c_places": [0.12, 0.1],
     "c2": 0.15,
     "v": {"1": 1.0, "2": 1.1, "4": 1.3},
     "target_pass_s": 0.02,

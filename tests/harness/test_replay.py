@@ -40,12 +40,12 @@ RECORDINGS = {name: [recorded(draft, prompt) for prompt in (tiny.PROMPT, (7, 8, 
 @given(name=st.sampled_from(POLICIES), draft=st.sampled_from(sorted(DRAFTS)), c=st.floats(0, 0.5), k=st.integers(1, K))
 def test_a_replay_takes_the_rounds_of_the_loop(name, draft, c, k):
     """Of two texts, one after the other: what the policy learnt from the first counts in the second."""
-    real, offline = (make_policy(name, k, c, V, overhead=LOOP_OVERHEAD) for _ in range(2))
+    real, offline = (make_policy(name, k, [c], V, overhead=LOOP_OVERHEAD) for _ in range(2))
     for number, prompt in enumerate((tiny.PROMPT, (7, 8, 9))):
         task = tiny.task(TARGET, prompt, 40)
         done = run_speculative(task, tiny.method(task, DRAFTS[draft], k, policy=real), go_on=bool(number)).done
         row, counted = replay(RECORDINGS[draft][number], offline), counts(done, k)
-        for counter in ("emitted", "draft_passes", "draft_rounds", "proposed_lengths", "accepted_lengths"):
+        for counter in ("emitted", "draft_passes", "drafting_lengths", "proposed_lengths", "accepted_lengths"):
             assert row[counter] == counted[counter], counter
 
 
@@ -60,8 +60,8 @@ def test_a_recording_holds_every_place_and_what_is_guessed_behind_a_wrong_guess(
 
 def test_the_ruler_weighs_the_rounds_at_the_costs():
     """Two rounds, of 3 guesses and of 1, that wrote 5 tokens: by hand, to the digit."""
-    row = {"emitted": 5, "draft_passes": 4, "draft_rounds": 2, "proposed_lengths": [3, 1]}
-    costs = {"c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}
+    row = {"emitted": 5, "draft_passes": 4, "drafting_lengths": [3, 1], "proposed_lengths": [3, 1]}
+    costs = {"c": 0.1, "c_places": [0.1], "c2": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}
     assert on_one_ruler(row, costs) == pytest.approx(5 * 1.02 / (4 * 0.1 + 1.12 + 1.06 + 2 * 0.02))
 
 
@@ -83,7 +83,7 @@ def test_the_fit_finds_the_law_that_guesses_obey():
 
 
 def test_policies_are_pooled_time_over_time_on_one_ruler():
-    costs = [{"context": 10, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}]
+    costs = [{"context": 10, "c": 0.1, "c_places": [0.1], "c2": 0.1, "v": {"1": 1.0, "2": 1.06, "4": 1.12}}]
     rows = [{"text": name, "context": at, "right": right, "confidences": [[0.5] * min(3, len(right) - 1 - i) for i in range(len(right))]}
             for name, at, right in (("a", 5, [3, 2, 1, 0]), ("b", 99, [0, 0]))]  # fmt: skip
     found = fit_policy.speed_of(FixedK(3), rows, costs)
@@ -110,8 +110,7 @@ def test_the_script_records_fits_and_goes_on(target_folder, draft_folder, result
         "part": "costs",
         "context": 9,
         "c": 0.1,
-        "c_first": 0.1,
-        "c_next": 0.1,
+        "c_places": [0.1],
         "c2": 0.1,
         "v": {"1": 1.0, "4": 1.2},
     }

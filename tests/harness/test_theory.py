@@ -97,16 +97,16 @@ def test_the_measured_cost_form_adds_up_what_a_run_took():
 
 def test_an_account_charges_a_draft_pass_that_reads_two_tokens_for_two():
     counted = {"proposed_lengths": [4, 4], "overhead_s": 0.0, "target_passes": 2, "baseline_overhead_share": 0.0,
-               "draft_passes": 8, "draft_rounds": 2, "draft_tokens_read": 9, "emitted": 10}  # fmt: skip
-    costs = {"v": {"1": 1.0, "5": 1.5}, "c": 0.275, "c_first": 0.3, "c_next": 0.25, "c2": 0.4, "target_pass_s": 0.02}
-    assert accounted(counted, costs) == pytest.approx(10 / (8 * 0.25 + 2 * 0.05 + 0.1 + 2 * 1.5))
-    copied = {**counted, "draft_passes": 4, "draft_rounds": 1, "draft_tokens_read": 4}  # one of the rounds was looked up
-    assert accounted(copied, costs) == pytest.approx(10 / (4 * 0.25 + 0.05 + 2 * 1.5))
+               "draft_passes": 8, "drafting_lengths": [4, 4], "draft_tokens_read": 9, "emitted": 10}  # fmt: skip
+    costs = {"v": {"1": 1.0, "5": 1.5}, "c": 0.275, "c_places": [0.3, 0.28, 0.25], "c2": 0.4, "target_pass_s": 0.02}
+    assert accounted(counted, costs) == pytest.approx(10 / (2 * (0.3 + 0.28 + 0.25 + 0.25) + 0.1 + 2 * 1.5))
+    copied = {**counted, "draft_passes": 4, "drafting_lengths": [4, 0], "draft_tokens_read": 4}  # one of the rounds was looked up
+    assert accounted(copied, costs) == pytest.approx(10 / (0.3 + 0.28 + 0.25 + 0.25 + 2 * 1.5))
     assert accounted({**counted, "overhead_s": 0.04}, costs) == pytest.approx(
-        10 / (8 * 0.25 + 2 * 0.05 + 0.1 + 2 * 1.5 + 2)
+        10 / (2 * 1.08 + 0.1 + 2 * 1.5 + 2)
     )
     assert accounted({**counted, "baseline_overhead_share": 0.5}, costs) == pytest.approx(
-        20 / (8 * 0.25 + 2 * 0.05 + 0.1 + 2 * 1.5)
+        20 / (2 * 1.08 + 0.1 + 2 * 1.5)
     )
 
 
@@ -115,8 +115,7 @@ def test_costs_lie_on_the_line_between_the_contexts_that_were_measured():
         "context": 100,
         "v": {"1": 1.0, "6": 1.2},
         "c": 0.1,
-        "c_first": 0.1,
-        "c_next": 0.1,
+        "c_places": [0.1, 0.05],
         "c2": 0.12,
         "target_pass_s": 0.02,
     }
@@ -124,20 +123,18 @@ def test_costs_lie_on_the_line_between_the_contexts_that_were_measured():
         "context": 300,
         "v": {1: 1.0, 6: 1.6},
         "c": 0.14,
-        "c_first": 0.14,
-        "c_next": 0.14,
+        "c_places": [0.14, 0.05],
         "c2": 0.2,
         "target_pass_s": 0.03,
     }
     here = costs_at([low, high], 150)
     one = 0.0225  # seconds lie on the line: 3/4 of the way from 20 to 30 ms back, 24 to 48 ms for six tokens
     assert here["target_pass_s"] == pytest.approx(one) and here["v"] == {1: 1.0, 6: pytest.approx(0.030 / one)}
-    assert [here[name] for name in ("c", "c_first", "c_next")] == [
-        pytest.approx((0.75 * 0.002 + 0.25 * 0.0042) / one)
-    ] * 3
+    assert here["c"] == here["c_places"][0] == pytest.approx((0.75 * 0.002 + 0.25 * 0.0042) / one)
+    assert here["c_places"][1] == pytest.approx((0.75 * 0.001 + 0.25 * 0.0015) / one)
     assert here["c2"] == pytest.approx((0.75 * 0.0024 + 0.25 * 0.006) / one)
     assert costs_at([low], 999) is low
-    no_draft = [{**one, "c": None, "c_first": None, "c_next": None, "c2": None} for one in (low, high)]
+    no_draft = [{**one, "c": None, "c_places": [], "c2": None} for one in (low, high)]
     assert costs_at(no_draft, 200)["c"] is None
 
 
@@ -202,9 +199,9 @@ def test_the_best_k_is_best():
 
 
 def test_the_best_k_pays_a_dear_first_pass_once_a_round():
-    """One draft pass takes 0.9 behind the target and 0.1 behind another: by their mean of 0.26 (of five) k = 2 would be the
-    best at alpha 0.7, by what a round takes it is further out."""
-    costs = {"v": FREE, "c": 0.26, "c_first": 0.9, "c_next": 0.1, "c2": 0.9}
+    """One draft pass takes 0.9 behind the target and 0.1 behind another: by their mean of 0.26 (of five) the best k at alpha
+    0.7 is nearer than by what a round takes."""
+    costs = {"v": FREE, "c": 0.26, "c_places": [0.9, 0.1], "c2": 0.9}
     by_hand = {k: expected_tokens(0.7, k) / (0.9 + 0.1 * (k - 1) + 1) for k in range(1, 17)}
     assert best_k(0.7, costs, 16) == pytest.approx((max(by_hand, key=by_hand.get), max(by_hand.values())))
     assert best_k(0.7, costs, 16)[0] > best_k(0.7, even_costs(0.26, FREE), 16)[0]

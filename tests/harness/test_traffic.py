@@ -23,6 +23,7 @@ class Server(ThreadingHTTPServer):
     follow); `per_event`: tokens in one; `sent`: [(prompt, events)] of what it did."""
 
     daemon_threads = True
+    request_queue_size = 128  # connections that wait: more than a test opens at once
 
     def __init__(self, behave=("well",), per_event=1, strict=False, drafts=True, shift=0):
         super().__init__(("127.0.0.1", 0), Handler)

@@ -110,7 +110,7 @@ def test_every_row_counts_what_its_request_counts_alone(rows, draft, k, ends):
 def test_every_policy_gives_every_row_its_own_text_and_counts(rows, draft, name, k, c, ends):
     """Each row by a policy of its own, which knows nothing of its neighbours, nor of the batch before."""
     draft, (prompts, budgets) = DRAFTS["llama"][draft], zip(*rows, strict=True)
-    policy = make_policy(name, k, c, interpolated({1: 1.0, 9: 1.4}), overhead=0.02)
+    policy = make_policy(name, k, [c], interpolated({1: 1.0, 9: 1.4}), overhead=0.02)
     expected = [tiny.speculated(LLAMA, draft, prompt, n, ends=ends, policy=policy) for prompt, n in rows]
     policy.learn(k, 0)  # what it knows by now must not matter
     batch = guessed(LLAMA, ModelRows(draft, 64), prompts, list(budgets), policy, ends)
@@ -131,7 +131,7 @@ FEW_PROMPTS = [(7,), (1, 2, 3, 1, 2), (5,) * 10, (0, 1, 2, 3, 4, 5, 6, 7), (3, 3
 def test_look_up_gives_every_row_its_own_text_and_counts(rows, sizes, match, name, k, ends):
     """Every row copies from its own text alone, under every policy."""
     prompts, budgets = zip(*rows, strict=True)
-    policy, drafter = make_policy(name, k, 0.0, interpolated({1: 1.0, 9: 1.4})), LookupDrafter(*sizes, match)
+    policy, drafter = make_policy(name, k, [], interpolated({1: 1.0, 9: 1.4})), LookupDrafter(*sizes, match)
     expected = [run_speculative(tiny.task(FEW, prompt, n, ends=ends), Method(drafter, policy)).done for prompt, n in rows]
     batch = guessed(FEW, LookupRows(drafter), prompts, list(budgets), policy, ends)
     assert batch.done == expected
@@ -217,7 +217,7 @@ def test_the_device_is_waited_for_once_a_round(name, monkeypatch):
     """And once more after a draft pass only where a policy looks at its confidences."""
     waits, asked = [], name.endswith("sure it is")
     tolist = torch.Tensor.tolist
-    policy = make_policy("confidence" if asked else "fixed", 3, 0.0, interpolated({1: 1.0}))
+    policy = make_policy("confidence" if asked else "fixed", 3, [], interpolated({1: 1.0}))
     batch = batch_loop.prefill_rows(LLAMA, [torch.tensor([p]) for p in PROMPTS], [LONGEST] * len(PROMPTS), 3)
     drafter = LookupRows(LookupDrafter()) if name == "look-up" else ModelRows(DRAFTS["llama"]["near"], 64)
     drafter.start(batch)
@@ -473,10 +473,10 @@ def test_requests_are_cut_into_batches_in_order_and_the_last_may_be_smaller():
 
 def test_a_policy_of_a_batch_learns_row_by_row_and_forgets_between_batches():
     requests = requests_of(k=8)
-    requests.policy = make_policy("heuristic", 8, 0.0, interpolated({1: 1.0}))
+    requests.policy = make_policy("heuristic", 8, [], interpolated({1: 1.0}))
     done = run_batches(requests, True).done
     assert [len(one.proposals[0]) for one in done] == [5] * 5 and len({len(g) for one in done for g in one.proposals[:-1]}) > 2
-    assert vars(requests.policy) == vars(make_policy("heuristic", 8, 0.0, interpolated({1: 1.0}))), "its own is left alone"
+    assert vars(requests.policy) == vars(make_policy("heuristic", 8, [], interpolated({1: 1.0}))), "its own is left alone"
 
 
 @pytest.mark.parametrize("speculative", [False, True])

@@ -63,7 +63,7 @@ def test_the_schedule_goes_up_by_two_and_down_by_one():
 
 def test_a_round_without_guesses_teaches_nothing():
     for name in POLICIES:
-        policy = make_policy(name, 4, 0.1, FREE)
+        policy = make_policy(name, 4, [0.1], FREE)
         before = vars(policy).copy()
         policy.learn(0, 0)
         assert vars(policy) == before
@@ -77,12 +77,12 @@ def test_confidence_ends_a_block_after_the_first_doubtful_guess():
 
 
 def test_cost_asks_for_no_guess_where_none_can_pay_but_looks_again_now_and_then():
-    asked = feed(Cost(8, 0.2, DEAR), 3 * PROBE_EVERY, lambda k: 0)
+    asked = feed(Cost(8, [0.2], DEAR), 3 * PROBE_EVERY, lambda k: 0)
     assert set(asked) == {0, 1} and asked.count(1) == 3
 
 
 def test_cost_comes_back_when_guesses_begin_to_be_right():
-    policy = Cost(8, 0.05, interpolated({1: 1.0, 9: 1.4}))
+    policy = Cost(8, [0.05], interpolated({1: 1.0, 9: 1.4}))
     assert feed(policy, 60, lambda k: 0)[-1] <= 1
     assert feed(policy, 80, lambda k: k)[-1] == 8
 
@@ -91,7 +91,7 @@ def test_cost_comes_back_when_guesses_begin_to_be_right():
 def test_cost_without_confidences_comes_to_the_k_of_the_formula(alpha, c):
     """Fed rounds that keep the mean of a geometric law, it settles at what theory.best_k gives for that alpha."""
     costs = even_costs(c, {1: 1.0, 2: 1.06, 4: 1.12, 8: 1.31, 16: 1.9})
-    policy = Cost(8, c, measured_v(costs))
+    policy = Cost(8, [c], measured_v(costs))
     policy.right, policy.judged = alpha * 1e6, 1e6
     wanted, _ = best_k(alpha, costs, 8)
     assert policy.budget(False) == (wanted, None)
@@ -102,14 +102,14 @@ def test_cost_without_confidences_comes_to_the_k_of_the_formula(alpha, c):
 
 def test_cost_drafts_on_behind_a_sure_guess_and_stops_behind_a_doubtful_one():
     v = interpolated({1: 1.0, 2: 1.06, 4: 1.12, 8: 1.31, 16: 1.9})
-    sure, doubtful = (feed(Cost(8, 0.1, v), 1, lambda k: k, True, confidence)[0] for confidence in (0.99, 0.05))
+    sure, doubtful = (feed(Cost(8, [0.1], v), 1, lambda k: k, True, confidence)[0] for confidence in (0.99, 0.05))
     assert sure == 8 and doubtful == 1
 
 
 def test_cost_weighs_a_block_by_what_time_brings_elsewhere():
     """By hand: guesses are free of cost but for one long pass, alpha 1/2, so the best fixed k is 1 at 1.5 tokens in 1.2 passes
     (rate 1.25). Behind a guess that is all but sure a second, worth 1/2 in 0.3, is made; behind a hopeless one none."""
-    policy = Cost(2, 0.0, interpolated({1: 1.0, 2: 1.2, 3: 1.5}))
+    policy = Cost(2, [0.0], interpolated({1: 1.0, 2: 1.2, 3: 1.5}))
     policy.right, policy.judged = 5e8, 1e9
     assert policy.budget(True).depth == 2 and policy.rate == pytest.approx(1.25)
     assert not policy.enough(1.0), "0.998 / 2 = 0.499 > 1.25 * 0.3"
@@ -125,7 +125,7 @@ def test_cost_weighs_a_block_by_what_time_brings_elsewhere():
 
 def test_cost_learns_that_a_text_is_easier_than_the_draft_thinks():
     v = interpolated({1: 1.0, 8: 1.3})
-    policy = Cost(8, 0.1, v)
+    policy = Cost(8, [0.1], v)
     first = policy.acceptance(0.3)
     feed(policy, 10, lambda k: k, True, 0.3)
     assert policy.acceptance(0.3) > first + 0.2
@@ -135,7 +135,7 @@ def test_cost_learns_that_a_text_is_easier_than_the_draft_thinks():
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=60))
 def test_cost_never_leaves_its_bounds(rounds):
-    policy = Cost(6, 0.1, FREE)
+    policy = Cost(6, [0.1], FREE)
     for confidence, right in rounds:
         made = feed(policy, 1, lambda k, right=right: k if right else 0, True, confidence)[0]
         assert 0 <= made <= 6 and 0 < policy.acceptance(confidence) < 1
@@ -149,7 +149,7 @@ def test_cost_never_leaves_its_bounds(rounds):
     c=st.floats(0, 1),
 )
 def test_no_policy_changes_the_text(draft, name, k, n, c):
-    policy = make_policy(name, max(k, 1), c, FREE)
+    policy = make_policy(name, max(k, 1), [c], FREE)
     done = tiny.speculated(TARGET, DRAFTS[draft], n=n, policy=policy)
     assert done.tokens == tiny.greedy(TARGET, tiny.PROMPT, n)
     assert policy.most == max(k, 1) and max(map(len, done.proposals)) <= max(k, 1)
@@ -182,7 +182,7 @@ def test_the_oracle_takes_padded_tables(ours, theirs):
 
 def test_the_oracle_is_no_worse_than_any_fixed_k():
     """On the one ruler that both are laid on."""
-    costs = {"v": {"1": 1.0, "2": 1.05, "9": 1.4}, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1}
+    costs = {"v": {"1": 1.0, "2": 1.05, "9": 1.4}, "c": 0.1, "c_places": [0.1], "c2": 0.1}
     v = interpolated({1: 1.0, 2: 1.05, 9: 1.4})
     for draft in DRAFTS.values():
         task = tiny.task(TARGET, n=40)
@@ -195,16 +195,17 @@ def test_the_oracle_is_no_worse_than_any_fixed_k():
             assert 40 * (1 + LOOP_OVERHEAD) / spent <= ideal + 1e-9
 
 
-def test_a_block_costs_its_draft_passes_the_first_of_them_more():
-    """A target pass over m + 1 tokens, m draft passes of 0.1 and 0.25 for the first; a round without guesses drafts nothing."""
-    policy = Cost(2, 0.1, interpolated({1: 1.0, 3: 1.5}), 0.02, 0.25)
-    assert policy.passes == pytest.approx([1.02, 0.1 + 0.25 + 1.25 + 0.02, 0.2 + 0.25 + 1.5 + 0.02])
+def test_a_block_costs_its_draft_passes_each_by_its_place():
+    """A target pass over m + 1 tokens, m draft passes: 0.35 the first, 0.1 all behind it; a round without guesses drafts nothing."""
+    policy = Cost(3, [0.35, 0.1], interpolated({1: 1.0, 3: 1.5}), 0.02)
+    assert policy.passes == pytest.approx([1.02, 0.35 + 1.25 + 0.02, 0.45 + 1.5 + 0.02, 0.55 + 1.75 + 0.02])
+    assert Cost(2, [], interpolated({1: 1.0})).passes == [1.0, 1.0, 1.0], "where no model drafts"
     policy.step, policy.confidences = 0.0, [0.5]
     policy.learn(1, 0)
     assert policy.offset == 0.0, "a policy's own constants, not the module's"
     policy.begin()
     del policy.step
-    assert vars(make_policy("cost", 2, 0.1, interpolated({1: 1.0, 3: 1.5}), 0.4, 0.02, 0.25)) == vars(policy)
+    assert vars(make_policy("cost", 3, [0.35, 0.1], interpolated({1: 1.0, 3: 1.5}), 0.4, 0.02)) == vars(policy)
 
 
 def test_the_oracle_keeps_no_guess_that_is_wrong():
@@ -213,7 +214,7 @@ def test_the_oracle_keeps_no_guess_that_is_wrong():
     method = draft_model(task, DRAFTS["wrong"], 3)
     runs = record(task, method.drafter, run_speculative(task, method).done.tokens, 3).right
     assert cheapest_way(
-        runs, 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1}
+        runs, 8, {"v": {"1": 1.0, "9": 1.4}, "c": 0.1, "c_places": [0.1], "c2": 0.1}
     ) == pytest.approx(1)
 
 
@@ -228,7 +229,7 @@ def test_the_loop_asks_the_policy_after_every_guess():
 
 def taught(name: str):
     """A policy after some rounds in which nothing was right."""
-    policy = make_policy(name, 8, 0.1, interpolated({1: 1.0, 9: 1.4}), LOOP_OVERHEAD)
+    policy = make_policy(name, 8, [0.1], interpolated({1: 1.0, 9: 1.4}), LOOP_OVERHEAD)
     feed(policy, 20, lambda k: 0, True, 0.6)
     return policy
 
@@ -243,7 +244,7 @@ def known(policy) -> dict:
 def test_a_policy_begun_again_is_a_fresh_one(name):
     policy = taught(name)
     policy.begin()
-    assert vars(policy) == vars(make_policy(name, 8, 0.1, interpolated({1: 1.0, 9: 1.4}), LOOP_OVERHEAD))
+    assert vars(policy) == vars(make_policy(name, 8, [0.1], interpolated({1: 1.0, 9: 1.4}), LOOP_OVERHEAD))
 
 
 @pytest.mark.parametrize("name", ["heuristic", "cost"])
@@ -283,7 +284,7 @@ def test_requests_written_one_after_the_other_teach_one_policy_and_a_new_arm_beg
 
 
 def test_guesses_behind_a_wrong_one_were_never_judged():
-    policy = Cost(8, 0.1, FREE)
+    policy = Cost(8, [0.1], FREE)
     right, judged = policy.right, policy.judged
     policy.learn(8, 2)
     assert policy.right == pytest.approx(FORGET * right + 2) and policy.judged == pytest.approx(FORGET * judged + 3)
@@ -376,7 +377,7 @@ def test_a_policy_learns_what_was_accepted_of_what_was_proposed():
 
 def test_a_guess_is_reached_only_through_those_before_it():
     """The chance that a third guess counts is the product of all three, and the block's tokens are their sum."""
-    policy = Cost(8, 0.1, FREE)
+    policy = Cost(8, [0.1], FREE)
     policy.budget(True)
     a, b, c = map(policy.acceptance, (0.9, 0.6, 0.3))
     for confidence in (0.9, 0.6, 0.3):
@@ -390,13 +391,13 @@ def test_a_guess_is_reached_only_through_those_before_it():
 TASKS = {"one": tiny.task(TARGET, n=8), "two": tiny.task(TARGET, (7, 8, 9), 8)}
 ARGS = argparse.Namespace(allow_near_ties=False, warmup=0)
 COSTS = [
-    {"context": 8, "v": {1: 1.0, 9: 1.4}, "c": 0.1, "c_first": 0.1, "c_next": 0.1, "c2": 0.1, "target_pass_s": 1.0}
+    {"context": 8, "v": {1: 1.0, 9: 1.4}, "c": 0.1, "c_places": [0.1], "c2": 0.1, "target_pass_s": 1.0}
 ]
 
 
 def every_arm() -> dict:
     return {
-        name: Method(draft_model(TASKS["one"], DRAFTS["itself"], 8).drafter, make_policy(name, 8, 0.1, FREE))
+        name: Method(draft_model(TASKS["one"], DRAFTS["itself"], 8).drafter, make_policy(name, 8, [0.1], FREE))
         for name in POLICIES[:3]
     }
 
