@@ -37,6 +37,7 @@ from spec_models.depth import Depth, first_layers
 from spec_models.find import EMBEDDED, SHIPPED_CONFIGS
 from spec_models.linear import pass_weights
 from spec_models.load import linear_kind, load, load_random
+from spec_models.masked import guesses_at_once
 from spec_models.pairs import in_form, load_draft, pack
 
 TOKENS = (1, 2, 4, 8, 12, 16)
@@ -68,7 +69,7 @@ def run(args, target, draft, others: dict, depth: Depth | None = None) -> tuple[
     raw, parts = seconds, [others["part"], target] if depth else [target]
     told = depth.carried if depth else (lambda one: one)
     seconds = carried_seconds(raw, depth) if depth else raw
-    costs, limits = costs_of(seconds), device_limits(target.device, target.dtype)
+    costs, limits = costs_of(seconds, draft is not None and guesses_at_once(draft)), device_limits(target.device, target.dtype)
 
     def weights_of(n: float) -> tuple[float, float]:
         return tuple(told(*of_parts) for of_parts in zip(*(pass_weights(one, n) for one in parts), strict=True))

@@ -85,6 +85,7 @@ def round_seconds(run: Run) -> list[float]:
 def where_time_went(plain: Run, fast: Run) -> dict:
     """From the watched runs: milliseconds a pass, the seconds of each phase, and what neither model's passes took."""
     draft, verify, target = fast.watch.seconds("draft"), fast.watch.seconds("verify"), plain.watch.seconds("target")
+    draft = sorted(draft)[max(0, len(draft) - fast.done.draft_passes) :]  # of a pass that makes several guesses the first lap is all
     whole, plain_whole = sum(fast.watch.seconds()), sum(plain.watch.seconds())
     overhead = whole - sum(draft) - sum(verify)
     row = {
@@ -112,8 +113,9 @@ def accounted(counted: dict, costs: dict) -> float:
     verified = [length + 1 for length in counted["proposed_lengths"]]
     overhead = counted["overhead_s"] / counted["target_passes"] / costs["target_pass_s"]
     share = counted["baseline_overhead_share"]
-    second = counted["draft_tokens_read"] - counted["draft_passes"]  # tokens read beyond the first of their pass
-    drafted = drafting_cost(costs, counted["drafting_lengths"], second)
+    lengths = counted["proposed_lengths" if costs.get("one_pass") else "drafting_lengths"]
+    second = counted["draft_tokens_read"] - sum(lengths)  # tokens read beyond the first of their pass, masks left out
+    drafted = drafting_cost(costs, lengths, second)
     return cost_speedup(counted["emitted"], drafted, verified, measured_v(costs), overhead, share / (1 - share))
 
 

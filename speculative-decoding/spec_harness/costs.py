@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from spec_common import Timed, UserError, first_line, interleave, is_out_of_memory, paired_ratio, timed
 
@@ -14,10 +14,11 @@ import torch
 
 from spec_loop import forward, keep_slots, new_cache
 from spec_models import linear as cpu_linear
+from spec_models.masked import guesses_at_once
 
 ROUND = 5  # draft passes of the round that c is the mean of: the essay's k
 DRAFT_PASSES = 8  # so many are timed in a row behind a pass of the target: each is faster than the last until the caches hold the draft
-DRAFT_READS = DRAFT_PASSES + 1  # and read so many tokens at most
+DRAFT_READS = max(DRAFT_PASSES + 1, 2 * ROUND)  # and read so many tokens at most
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
 SQUARE = {"cpu": 2048}  # side of the matrix product that measures the arithmetic rate; 4096 elsewhere
 LIMIT_TRIES = 8
@@ -70,17 +71,15 @@ def timed_pass(model, ids: torch.Tensor, cache, context: int, n: int) -> Timed:
     return run
 
 
-def timed_draft(model, ids: torch.Tensor, cache, context: int, ahead: Callable[[], object], read: int = 1) -> Timed:
+def timed_draft(model, ids: torch.Tensor, cache, context: int, ahead: Callable[[], object], passes: Sequence[tuple]) -> Timed:
     """A round's draft passes, each on the clock as a target pass is: what they come to is a list of seconds. `ahead`, a pass
     of the target, comes before them, since it leaves the draft's weights in no cache: the first passes are slower than the
-    later ones. The first reads `read` tokens, each other one its own guess."""
+    later ones. `passes`: of each the tokens that it reads, and those at its end whose logits are computed."""
     ahead()
     seconds = []
-    for n in (read, *[1] * (DRAFT_PASSES - 1)):
-        start = cache.get_seq_length()
-        seconds.append(
-            timed(lambda start=start, n=n: forward(model, ids[:, start : start + n], cache), ids.device).seconds
-        )
+    for n, rows in passes:
+        fed = ids[:, cache.get_seq_length() :][:, :n]
+        seconds.append(timed(functools.partial(forward, model, fed, cache, rows), ids.device).seconds)
     keep_slots(cache, context)
     return Timed(seconds, sum(seconds))
 
@@ -88,12 +87,13 @@ def timed_draft(model, ids: torch.Tensor, cache, context: int, ahead: Callable[[
 def by_place(samples: dict) -> dict:
     """Raw seconds by name from what the turns of `pass_seconds` gave. Of the draft's passes: "draft", one of a ROUND, all
     places alike; "draft place i", the i-th behind the target's pass, from 1; "draft 2", a first one that reads two tokens,
-    as it does where all guesses stood."""
-    found = {name: [run.seconds for run in runs] for name, runs in samples.items() if name not in ("draft", "draft 2")}
+    as it does where all guesses stood. Of one that guesses in one pass see `draft_arms`."""
+    found = {name: [run.seconds for run in runs] for name, runs in samples.items() if not str(name).startswith("draft")}
     if "draft" in samples:
-        one, two = ([run.result for run in samples[name]] for name in ("draft", "draft 2"))
-        found["draft"], found["draft 2"] = [statistics.fmean(row[:ROUND]) for row in one], [row[0] for row in two]
-        found |= {f"draft place {i}": list(seconds) for i, seconds in enumerate(zip(*one, strict=True), 1)}
+        rounds = [run.result for run in samples["draft"]]
+        found["draft"] = [statistics.fmean(row[:ROUND]) for row in rounds]
+        found |= {name: [run.result[0] for run in samples[name]] for name in ("draft 1", "draft 2") if name in samples}
+        found |= {f"draft place {i}": list(seconds) for i, seconds in enumerate(zip(*rounds, strict=True), 1)}
     return found
 
 
@@ -151,12 +151,17 @@ def other_arms(others: dict, ids: torch.Tensor, context: int, sizes: list[int]) 
 
 
 def draft_arms(draft, ids: torch.Tensor, context: int, target: dict) -> dict:
-    """The draft's passes, behind a pass over the middle one of the target's sizes; the first reads one token, or two."""
+    """The draft's passes, behind a pass over the middle one of the target's sizes; the first reads one token, or two. A draft
+    that guesses in one pass makes a ROUND of guesses, the same behind as many tokens more, or a single one."""
     if draft is None:
         return {}
     ahead = target[sorted(target)[len(target) // 2]]
     run = functools.partial(timed_draft, draft, ids, warm_cache(draft, ids, context), context, ahead)
-    return {"draft": run, "draft 2": functools.partial(run, 2)}
+    if guesses_at_once(draft):
+        passes = {"draft": [(ROUND, ROUND)], "draft 2": [(2 * ROUND, ROUND)], "draft 1": [(1, 1)]}
+    else:
+        passes = {"draft": [(1, 1)] * DRAFT_PASSES, "draft 2": [(2, 1)] + [(1, 1)] * (DRAFT_PASSES - 1)}
+    return {name: functools.partial(run, row) for name, row in passes.items()}
 
 
 @torch.inference_mode()
@@ -175,14 +180,22 @@ def linear_seconds(model, n: int, tries: int) -> list[float]:
     return [timed(multiply, model.device).seconds for _ in range(tries)]
 
 
-def costs_of(seconds: dict) -> dict:
+def costs_of(seconds: dict, one_pass: bool = False) -> dict:
     """V(n) and what a draft pass costs (c; by its place in a round, c_places; one that reads two tokens, c2) as medians of
-    ratios paired by turn, with intervals, from what `pass_seconds` gave (with n = 1)."""
+    ratios paired by turn, with intervals, from what `pass_seconds` gave (with n = 1).
+
+    Of a draft that guesses in `one_pass`, a pass being affine in what it reads and says: c is a guess's share of a ROUND's,
+    c_places what the first guess of a pass and each further one adds, c2 a first one behind a token more."""
     one = seconds[1]
     v = {n: paired_ratio(values, one) for n, values in seconds.items() if isinstance(n, int)}
     c, c2 = (paired_ratio(seconds[arm], one) if arm in seconds else None for arm in ("draft", "draft 2"))
     places = [paired_ratio(values, one)["median"] for arm, values in seconds.items() if str(arm).startswith("draft place")]
-    return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "c_places": places, "c2": c2 and c2["median"],
+    if one_pass:
+        first = paired_ratio(seconds["draft 1"], one)["median"]
+        places = [first, (c["median"] - first) / (ROUND - 1)]
+        c2 = {"median": first + (c2["median"] - c["median"]) / ROUND}
+        c = {**c, **{name: c[name] and c[name] / ROUND for name in ("median", "low", "high")}}
+    return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "c_places": places, "c2": c2 and c2["median"], "one_pass": one_pass,
             "v_intervals": v, "c_interval": c, "target_pass_s": statistics.median(one)}  # fmt: skip
 
 
@@ -192,7 +205,8 @@ def measured_costs(target, draft, context: int, ks: list[int], limit: int | None
     length = context + max(sizes[-1], DRAFT_READS)
     ids = random_ids([model for model in (target, draft) if model is not None], length)
     seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP, flag="--n-tokens")
-    return {"context": context, **costs_of(seconds), "seconds": {str(name): values for name, values in seconds.items()},
+    one_pass = draft is not None and guesses_at_once(draft)
+    return {"context": context, **costs_of(seconds, one_pass), "seconds": {str(name): values for name, values in seconds.items()},
             "failed": failed, "error": None}  # fmt: skip
 
 
@@ -227,6 +241,7 @@ def costs_at(rows: list[dict], context: int) -> dict:
         "context": context,
         "v": v,
         "target_pass_s": one,
+        "one_pass": low.get("one_pass", False),
         **{name: between(low[name], high[name]) for name in ("c", "c2")},
         "c_places": [between(*pair) for pair in zip(low["c_places"], high["c_places"], strict=True)],
     }

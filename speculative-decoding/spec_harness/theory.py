@@ -56,7 +56,8 @@ def cost_speedup(
 
 def drafting_cost(costs: dict, passes: Iterable[int], second: float = 0.0) -> float:
     """What rounds of so many draft passes take, in target passes over one token; `second` of their first ones read two
-    tokens. `costs` as `costs_at` gives them; 0 where no model drafts."""
+    tokens. `costs` as `costs_at` gives them; 0 where no model drafts. Of a draft that guesses in one pass: rounds of so many
+    guesses, which read `second` tokens beyond their first."""
     if not costs["c"]:
         return 0.0
     rounds = sum(cost_of_place(costs["c_places"], i) for count in passes for i in range(count))
@@ -74,9 +75,11 @@ def forecast_speedup(
     """The measured-cost form for rounds that nobody has seen: E / (drafting + V(k+1) + o).
 
     `passes`: draft passes a round. `costs` as `costs_at` gives them; where all k guesses stood and the draft has not read the
-    last one (passes = k), its next pass reads two tokens. The overheads as in `cost_speedup`.
+    last one (passes = k), its next pass reads two tokens; one that guesses in one pass reads all that was written. The overheads
+    as in `cost_speedup`.
     """
-    drafting = drafting_cost(costs, [passes], alpha**k if passes == k else 0.0)
+    second = expected_tokens(alpha, k) - 1 if costs.get("one_pass") else alpha**k if passes == k else 0.0
+    drafting = drafting_cost(costs, [k if costs.get("one_pass") else passes], second)
     spent = drafting + measured_v(costs)(k + 1) + overhead
     return expected_tokens(alpha, k) * (1 + plain_overhead) / spent
 

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from spec_common import UserError
+
 import torch
 
 from spec_loop import Budget, ModelDrafter, Proposal, State, forward, keep_slots, new_cache
 from spec_models.checks import Loaded, attention_windows, check_passes, vocabulary_rows
+from spec_models.masked import guesses_at_once
 
 BRANCHES = 8  # children looked at of a node: a lower rank is hardly ever among the best nodes
 
@@ -199,5 +202,7 @@ def tree_error(model) -> float:
 def check_tree(loaded: Loaded) -> None:
     """One real try: the rows of a small tree must be those of its paths run alone. Raises UserError for models that take no
     mask or positions of ours (ALiBi, state-space layers, attention in chunks)."""
+    if guesses_at_once(loaded.model):
+        raise UserError(f"--tree: {loaded.name} makes one chain of guesses in a pass; leave --tree out or choose another draft")
     refusal = "this architecture cannot check a tree of guesses; leave --tree out"
     check_passes(loaded, tree_error, refusal, "a pass over five tokens")

@@ -27,6 +27,7 @@ from spec_models.files import belongs_to, build_draft, kind_of
 from spec_models.find import EMBEDDED
 from spec_models.graph import GraphLlama, captures
 from spec_models.load import linear_kind, load, pack_linear
+from spec_models.masked import read_masks
 from spec_models.vocab import cut_head, frequent_ids
 from spec_models.words import check_same_tokenizer
 
@@ -57,6 +58,8 @@ def cut_draft(target: Loaded, name: str) -> Loaded:
 
 def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
     """A draft that uses the target's own embedding and head: one of each in memory, the head packed once."""
+    if hasattr(draft, "mask"):
+        read_masks(draft)
     draft.get_input_embeddings().weight = target.model.get_input_embeddings().weight
     draft.set_output_embeddings(target.model.get_output_embeddings())
     return Loaded(
@@ -81,6 +84,8 @@ def draft_file(target: Loaded, path: Path, name: str, allow: bool = False) -> Lo
     origin = load(EMBEDDED, "--draft", model.device, model.dtype)
     try:
         draft = build_draft(path, origin.model).to(model.device, model.dtype)
+        if hasattr(draft, "mask"):
+            read_masks(draft)
     except ValueError as error:
         raise UserError(f"--draft {name}: {first_line(error)}") from error
     loaded = Loaded(
