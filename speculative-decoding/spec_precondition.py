@@ -20,9 +20,9 @@ from spec_harness import variants
 from spec_harness.advice import ESSAY_ALPHA, advise, assumed_alpha, free_up_to, verdict
 from spec_harness.carried import carried_seconds, check_layers
 from spec_harness.costs import (
-    DRAFT_READS,
     costs_of,
     device_limits,
+    draft_reads,
     floor_s,
     limits_of_passes,
     linear_seconds,
@@ -64,7 +64,7 @@ def run(args, target, draft, others: dict, depth: Depth | None = None) -> tuple[
     """Rows of the cost curve, and the summary: c, the device's limits and what they imply. With a `depth`, `target` holds
     twice its part, `others["part"]` the part, and what is told is carried on to the whole. Raises UserError."""
     models = [one for one in (target, draft) if one is not None]
-    ids = random_ids(models, args.context + max(*args.tokens, DRAFT_READS))
+    ids = random_ids(models, args.context + max(*args.tokens, draft_reads(draft)))
     seconds, failed = pass_seconds(target, draft, ids, args.context, args.tokens, args.repeats, args.warmup, others)
     raw, parts = seconds, [others["part"], target] if depth else [target]
     told = depth.carried if depth else (lambda one: one)
@@ -128,7 +128,7 @@ def load_models(args, device, dtype):
     args.compared = compared_forms(args, model, kind)
     pack(args, model, drafts, kind)
     for one in [model, *drafts]:
-        check_room(one, args.context, max(*args.tokens, DRAFT_READS), "--context or --tokens")
+        check_room(one, args.context, max(*args.tokens, draft_reads(drafts[0].model if drafts else None)), "--context or --tokens")
     return model, drafts
 
 

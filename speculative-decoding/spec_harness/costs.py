@@ -16,9 +16,7 @@ from spec_loop import forward, keep_slots, new_cache
 from spec_models import linear as cpu_linear
 from spec_models.masked import guesses_at_once
 
-ROUND = 5  # draft passes of the round that c is the mean of: the essay's k
-DRAFT_PASSES = 8  # so many are timed in a row behind a pass of the target: each is faster than the last until the caches hold the draft
-DRAFT_READS = max(DRAFT_PASSES + 1, 2 * ROUND)  # and read so many tokens at most
+ROUND = 5  # draft passes are timed so many in a row behind a pass of the target, a round of the essay's k; c is their mean
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
 SQUARE = {"cpu": 2048}  # side of the matrix product that measures the arithmetic rate; 4096 elsewhere
 LIMIT_TRIES = 8
@@ -33,13 +31,18 @@ def random_ids(models: list, length: int) -> torch.Tensor:
     return torch.randint(rows, (1, length), generator=generator).to(models[0].device)
 
 
-def inside_limit(context: int, sizes: list[int], limit: int | None) -> tuple[int, list[int]]:
+def draft_reads(draft) -> int:
+    """The most tokens that the timed passes of a round read behind the context."""
+    return 2 * ROUND if draft is not None and guesses_at_once(draft) else ROUND + 1
+
+
+def inside_limit(context: int, sizes: list[int], limit: int | None, reads: int) -> tuple[int, list[int]]:
     """The context and sizes that can be measured inside the models' limit: sizes too long are left out (V is carried on
-    past the last one), the context is shortened to what they leave."""
+    past the last one), the context is shortened to what they and the draft's `reads` leave."""
     if limit is None:
         return context, sizes
     sizes = [n for n in sizes if n == 1 or n < limit]
-    return max(1, min(context, limit - max(sizes[-1], DRAFT_READS))), sizes
+    return max(1, min(context, limit - max(sizes[-1], reads))), sizes
 
 
 @contextlib.contextmanager
@@ -91,7 +94,7 @@ def by_place(samples: dict) -> dict:
     found = {name: [run.seconds for run in runs] for name, runs in samples.items() if not str(name).startswith("draft")}
     if "draft" in samples:
         rounds = [run.result for run in samples["draft"]]
-        found["draft"] = [statistics.fmean(row[:ROUND]) for row in rounds]
+        found["draft"] = [statistics.fmean(row) for row in rounds]
         found |= {name: [run.result[0] for run in samples[name]] for name in ("draft 1", "draft 2") if name in samples}
         found |= {f"draft place {i}": list(seconds) for i, seconds in enumerate(zip(*rounds, strict=True), 1)}
     return found
@@ -160,7 +163,7 @@ def draft_arms(draft, ids: torch.Tensor, context: int, target: dict) -> dict:
     if guesses_at_once(draft):
         passes = {"draft": [(ROUND, ROUND)], "draft 2": [(2 * ROUND, ROUND)], "draft 1": [(1, 1)]}
     else:
-        passes = {"draft": [(1, 1)] * DRAFT_PASSES, "draft 2": [(2, 1)] + [(1, 1)] * (DRAFT_PASSES - 1)}
+        passes = {"draft": [(1, 1)] * ROUND, "draft 2": [(2, 1)] + [(1, 1)] * (ROUND - 1)}
     return {name: functools.partial(run, row) for name, row in passes.items()}
 
 
@@ -201,8 +204,8 @@ def costs_of(seconds: dict, one_pass: bool = False) -> dict:
 
 def measured_costs(target, draft, context: int, ks: list[int], limit: int | None) -> dict:
     """What passes cost at that context, for the k in `ks`: raw seconds and `costs_of` them."""
-    context, sizes = inside_limit(context, sorted({1, 2, *(k + 1 for k in ks)}), limit)
-    length = context + max(sizes[-1], DRAFT_READS)
+    context, sizes = inside_limit(context, sorted({1, 2, *(k + 1 for k in ks)}), limit, draft_reads(draft))
+    length = context + max(sizes[-1], draft_reads(draft))
     ids = random_ids([model for model in (target, draft) if model is not None], length)
     seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP, flag="--n-tokens")
     one_pass = draft is not None and guesses_at_once(draft)

@@ -17,7 +17,6 @@ from spec_harness import costs, tables
 from spec_harness.arms import Method, Run, Task, run_speculative
 from spec_harness.cells import closed_form, timing
 from spec_harness.costs import (
-    DRAFT_PASSES,
     ROUND,
     costs_at,
     costs_of,
@@ -68,9 +67,9 @@ def test_a_pass_is_timed_at_its_context_with_every_row_of_logits(world):
     assert failed == {}
     for n in (1, 2, 4, 8):
         assert seconds[n] == [LONG.of(n, 16 + n)] * 2
-    row = [LONG_DRAFT.of(1, 17 + i, 1) for i in range(DRAFT_PASSES)]  # in a row, as a round runs them
-    assert seconds["draft"] == [statistics.fmean(row[:ROUND])] * 2
-    assert [seconds[f"draft place {i}"] for i in range(1, DRAFT_PASSES + 1)] == [[tick] * 2 for tick in row]
+    row = [LONG_DRAFT.of(1, 17 + i, 1) for i in range(ROUND)]  # in a row, as a round runs them
+    assert seconds["draft"] == [statistics.fmean(row)] * 2
+    assert [seconds[f"draft place {i}"] for i in range(1, ROUND + 1)] == [[tick] * 2 for tick in row]
     assert seconds["draft 2"] == [LONG_DRAFT.of(2, 18, 1)] * 2
 
 
@@ -93,7 +92,7 @@ def test_a_rounds_draft_passes_are_timed_behind_a_pass_of_the_target(world):
     target, draft = go_cold(world, *pair(world))
     found = costs_of(pass_seconds(target, draft, random_ids([target], 32), 16, [1, 2, 4], 6, 0)[0])
     assert (found["c"], found["c2"]) == ((8 + 5 / ROUND) / 64, 14 / 64)
-    assert found["c_places"] == [13 / 64] + [8 / 64] * (DRAFT_PASSES - 1)
+    assert found["c_places"] == [13 / 64] + [8 / 64] * (ROUND - 1)
 
 
 def test_costs_are_told_against_one_token(world):
@@ -102,7 +101,7 @@ def test_costs_are_told_against_one_token(world):
     one = LONG.of(1, 17)
     assert row["v"] == {1: 1.0, 2: LONG.of(2, 18) / one, 8: LONG.of(8, 24) / one}
     assert row["c"] == LONG_DRAFT.of(1, 19, 1) / one and row["c2"] == LONG_DRAFT.of(2, 18, 1) / one
-    assert row["c_places"] == [LONG_DRAFT.of(1, 17 + i, 1) / one for i in range(DRAFT_PASSES)]
+    assert row["c_places"] == [LONG_DRAFT.of(1, 17 + i, 1) / one for i in range(ROUND)]
     assert (row["target_pass_s"], row["context"], row["error"]) == (one, 16, None)
     assert len(row["seconds"]["1"]) == len(row["seconds"]["draft"]) == 2
 
