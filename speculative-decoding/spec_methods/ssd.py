@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 
 def fan_out(k: int, first: float, alpha: float, power: float) -> list[int]:
     """Outcomes foreseen behind 0 to k accepted guesses, F(n) = F(0) alpha**(n / (1 + r)), the last one by (1 - alpha)**(-1 / (1 +
-    r)) more; `power` is r, where F answers miss with F**-r. Kumar et al., theorem 12. At least one each; alpha below 1."""
+    r)) more; `power` is r, where F answers miss with F**-r. Kumar et al. At least one each; alpha below 1."""
     shares = [alpha ** (n / (1 + power)) for n in range(k + 1)]
     shares[k] *= (1 - alpha) ** (-1 / (1 + power))
     return [max(1, round(first * share)) for share in shares]
