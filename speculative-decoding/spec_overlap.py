@@ -1,0 +1,278 @@
+"""Drafting while the target checks: PEARL and SSD, what they would hide on a second device, and what they cost on one.
+
+Claim: the text stays the target's own, token for token, in whatever order the two sides finish; and on one queue overlap
+gains nothing, since draft and target compete for the same time. What a second device would give is worked out beside it.
+
+    python spec_overlap.py                     # the embedded pair: PEARL's two sides taking turns, beside the ordinary chain
+    python spec_overlap.py --method ssd        # answers to foreseen outcomes instead of guesses that run ahead
+    python spec_overlap.py --simulate --c 0.1 --v 1:1,8:1.2 --alpha 0.8    # no models: what a second device would do
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+
+from spec_common import UserError, interval_text, judge_speed, say, tell
+
+from spec_cli import at_least, command, fraction, make_parser
+from spec_decode import Cell, measure_all
+from spec_harness.arms import Method, Task, draft_model, run_speculative
+from spec_harness.cells import accounted, find_or_measure, pooled, ratio
+from spec_harness.costs import costs_at, measure_costs
+from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
+from spec_harness.overlapping import (
+    balanced_g,
+    chain_speedup,
+    compare_schemes,
+    pearl_speedup,
+    ssd_speedup,
+)
+from spec_harness.results import ResultFile
+from spec_harness.tables import fixed, markdown_table, progress, shown_interval, turns_of
+from spec_harness.theory import interpolated, measured_v
+from spec_methods.pearl import Ahead, pearl_loop
+from spec_methods.policy import FixedK
+from spec_methods.ssd import ForeseeingDrafter
+from spec_methods.trees import tree_error
+from spec_models.checks import Loaded, check_passes, vocabulary_rows
+
+METHODS = ("pearl", "ssd")
+MOST_AHEAD = 16  # guesses a round that the balance may come to: V is carried on past what was measured
+VERDICTS = {"faster": "pays", "slower": "does not pay", "noise": "makes no difference beyond the noise", "few": "was measured in too few turns to say"}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- methods
+
+
+def method_of(args, name: str, task: Task, draft, costs: dict) -> Method:
+    """The ordinary chain ("chain"), PEARL or SSD, each with its two sides taking turns in this process."""
+    if name == "chain":
+        return draft_model(task, draft, args.k)
+    if name == "ssd":
+        fans = [args.fan] * (args.k + 1)
+        return Method(
+            ForeseeingDrafter(draft, vocabulary_rows(task.target), fans, reach=task.draft_limit), FixedK(args.k)
+        )
+    g = args.ahead or balanced_g(costs["c"], measured_v(costs), MOST_AHEAD)
+    return Method(Ahead(draft_model(task, draft, g).drafter, g, task.draft_limit), FixedK(g), decode=pearl_loop)
+
+
+def foreseen(task: Task, method: Method) -> dict:
+    """From a watched run of its own: the share of outcomes that were foreseen, and the seconds a round that answering took."""
+    run = run_speculative(task, method, watched=True)
+    answered = run.watch.seconds("foresee")
+    return {"hit_rate": ratio(method.drafter.hits, method.drafter.asked), "foresee_s": sum(answered) / run.done.target_passes}  # fmt: skip
+
+
+def foretold(name: str, row: dict, costs: dict, devices: int) -> float | None:
+    """The speedup that this row's alpha comes to at the measured costs, both sides on as many devices; None without alpha.
+    The loop's own time a round stands where two devices would hand over."""
+    if row["alpha"] is None:
+        return None
+    draft, v, one = costs["c"], measured_v(costs), costs["target_pass_s"]
+    wait = row["overhead_s"] / row["target_passes"] / one
+    if name == "chain":
+        return chain_speedup(row["alpha"], row["k"], draft, v, wait)
+    if name == "pearl":
+        return pearl_speedup(row["alpha"], row["k"], draft, v, devices, wait)
+    return ssd_speedup(row["alpha"], row["k"], draft, v, row["hit_rate"] or 0.0, row["foresee_s"] / one, devices, wait)
+
+
+def by_turns(name: str, row: dict, costs: dict) -> float | None:
+    """What the row's own counted rounds come to at the measured costs, the sides taking turns: an account, not a forecast. A pass
+    of PEARL's target reads as many tokens as it judges guesses; SSD's rounds are taken by the formula."""
+    if name == "ssd":
+        return foretold(name, row, costs, devices=1)
+    read_less = 1 if name == "pearl" else 0
+    fed = [max(0, length - read_less) for length in row["proposed_lengths"]]
+    return accounted({**row, "proposed_lengths": fed}, costs)
+
+
+def with_predictions(name: str, row: dict, costs: dict) -> dict:
+    """The row with what overlap would give; the error of the account is signed, prediction less measurement."""
+    answering = (
+        row.get("foresee_s", 0.0) * row["target_passes"]
+    )  # the draft's time, which the clock of phases does not know
+    whole = row["draft_s"] + row["verify_s"] + row["overhead_s"]
+    row["draft_s"], row["overhead_s"] = row["draft_s"] + answering, max(0.0, row["overhead_s"] - answering)
+    row["overhead_share"] = row["overhead_s"] / whole
+    row["predicted_costs"], row["two_devices"] = by_turns(name, row, costs), foretold(name, row, costs, devices=2)
+    told = row["predicted_costs"]
+    row["prediction_error"] = None if told is None else told - row["speedup"]
+    row["cost_coefficient"], row["balanced_g"] = costs["c"], balanced_g(costs["c"], measured_v(costs), MOST_AHEAD)
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def measure_text(task: Task, draft, args, costs: dict) -> dict[str, dict]:
+    """The rows of one text, all methods in the same turns. Raises Mismatch."""
+    methods = {name: method_of(args, name, task, draft, costs) for name in ("chain", args.method)}
+    more = {name: foreseen(task, method) if name == "ssd" else {} for name, method in methods.items()}
+    rows = measure_all({name: Cell(task, method) for name, method in methods.items()}, args)
+    return {name: with_predictions(name, {**row, **more[name]}, costs) for name, row in rows.items()}
+
+
+def run(args, target: Loaded, draft: Loaded, texts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
+    """Measure what the file lacks. Returns one row a text and method. Raises Mismatch."""
+    tasks, rows = {name: make_task(args, target, draft, text) for name, text in texts}, []
+    say("what passes cost ...")
+    costs = measure_costs(
+        file, list(tasks.values()), draft.model, sorted({args.k, args.k // 2, args.ahead or MOST_AHEAD})
+    )
+    for text in progress(list(tasks), "texts"):
+        task = tasks[text]
+        together = functools.cache(
+            functools.partial(measure_text, task, draft.model, args, costs_at(costs, task.context))
+        )
+        for name in ("chain", args.method):
+            where = {"part": "overlap", "text": text, "method": name}
+            rows.append(find_or_measure(file, task, where, lambda name=name, measured=together: measured()[name]))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+COLUMNS = [
+    ("text", "text", str), ("method", "method", str), ("k", "k or g", str), ("speedup", "speedup", fixed(2, "x")),
+    ("interval", "interval", str), ("predicted_costs", "from costs", fixed(2, "x")), ("two_devices", "two devices", fixed(2, "x")),
+    ("block_efficiency", "tokens/pass", fixed(2)), ("alpha", "alpha", fixed(2)),
+]  # fmt: skip
+WIDE = [
+    ("balanced_g", "g that balances", str), ("hit_rate", "foreseen", fixed(2)), ("prediction_error", "error", fixed(2)),
+    ("overhead_share", "loop's share", fixed(3)), ("aa", "A/A", fixed(2, "x")),
+]  # fmt: skip
+
+
+def table(rows: list[dict], wide: bool = False) -> str:
+    return markdown_table([shown_interval(row) for row in rows], COLUMNS + (WIDE if wide else []))
+
+
+def summarise(rows: list[dict]) -> dict:
+    """Each method over all texts, time over time, with the median signed error of its account."""
+    found = {}
+    for name in dict.fromkeys(row["method"] for row in rows):
+        good = [row for row in rows if row["method"] == name and not row["error"]]
+        if good:
+            errors = [row["prediction_error"] for row in good if row["prediction_error"] is not None]
+            found[name] = {**pooled(good), "prediction_error_median": statistics.median(errors) if errors else None}
+    return {"methods": found, "near_ties": sum(len(row["near_ties"]) for row in rows if not row["error"])}
+
+
+def verdict(summary: dict) -> str:
+    """Where overlap pays, method by method, by the one verdict, and what that rests on."""
+    if not summary["methods"]:
+        return "nothing could be measured; see the errors in the result file"
+    ties = summary["near_ties"]
+    exact = f"{ties} near-ties excused" if ties else "token for token the target's own text"
+    lines = [f"every sample of every arm: {exact}."]
+    for name, one in summary["methods"].items():
+        interval = interval_text(one["speedup_low"], one["speedup_high"])
+        lines.append(
+            f"{name}: {one['speedup']:.2f}x the target alone{f' ({interval})' if interval else ''}, {VERDICTS[judge_speed(one)]}."
+        )
+    aa, within = one["aa"], interval_text(one["aa_low"], one["aa_high"], 3)
+    lines.append(
+        f"the same code against itself: {aa:.3f}x{f' ({within})' if within else ''}, {turns_of(one['pairs'])}."
+    )
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------- by hand
+
+
+def simulate(args) -> str:
+    """What costs given by hand come to: each scheme at its best size, on one device and on the devices asked for."""
+    rows, v = [], interpolated(args.v)
+    for devices in dict.fromkeys((1, args.devices)):
+        for one in compare_schemes(args.alpha, args.c, v, args.most, args.hit, args.widest, devices, args.wait):
+            if devices == 1 or one.scheme != "taking turns":
+                rows.append({"devices": devices, **one._asdict()})
+    columns = [("scheme", "scheme", str), ("devices", "devices", str), ("size", "best k or g", str), ("speedup", "speedup", fixed(2, "x"))]  # fmt: skip
+    turns, best = rows[0]["speedup"], max(rows, key=lambda row: row["speedup"])
+    balance = balanced_g(args.c, v, args.most)
+    gain = f"{best['scheme']} on {best['devices']} device{'s' if best['devices'] > 1 else ''} is best, {best['speedup'] / turns:.2f} times taking turns"
+    return f"{markdown_table(rows, columns)}\n\n{gain}; both sides take as long at g = {balance}. Worked out from costs given by hand, nothing was measured."
+
+
+def cost_curve(text: str) -> dict[int, float]:
+    """A type for argparse: V(n) as n:V with commas between, such as 1:1,8:1.2."""
+    try:
+        found = {int(n): float(v) for n, v in (part.split(":") for part in text.split(","))}
+    except ValueError:
+        found = {}
+    if not found or min(found) < 1 or not all(0 < v < 1e6 for v in found.values()):
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is no list of n:V, such as 1:1,8:1.2")
+    return found
+
+
+def cost(text: str) -> float:
+    """A type for argparse: a number of 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1e6:
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a number of 0 or more")
+    return number
+
+
+# ------------------------------------------------------------------------------------------------------------- the user
+
+
+def parse_args(argv):
+    parser = make_parser(__doc__, "spec_overlap", resume=True)
+    add_task_options(parser)
+    add_prompt_options(parser, default="all")
+    parser.add_argument("--method", choices=METHODS, default="pearl", help="pearl: guesses run ahead of what is judged; ssd: answers to foreseen outcomes")  # fmt: skip
+    parser.add_argument(
+        "-k", "--k", type=at_least(1, 64), default=5, help="guesses a round of the ordinary chain and of ssd"
+    )
+    parser.add_argument("-g", "--ahead", type=at_least(1, 64), metavar="G", help="guesses a round of pearl; left out: as many as take as long as their check")  # fmt: skip
+    parser.add_argument("--fan", type=at_least(1, 64), default=2, help="of ssd: outcomes foreseen behind each number of accepted guesses")  # fmt: skip
+    hand = parser.add_argument_group("costs given by hand (all in target passes over one token)")
+    hand.add_argument("--simulate", action="store_true", help="load nothing; say what these costs come to")
+    hand.add_argument("--c", type=cost, default=0.1, help="a draft pass")
+    hand.add_argument("--v", type=cost_curve, default={1: 1.0}, metavar="N:V,N:V", help="target passes over n tokens")
+    hand.add_argument("--alpha", type=fraction, default=0.8, help="chance that a judged guess is accepted")
+    hand.add_argument("--devices", type=at_least(1, 2), default=2, help="that draft and target run on")
+    hand.add_argument("--hit", type=fraction, default=0.8, help="of ssd: share of outcomes foreseen")
+    hand.add_argument("--widest", type=cost, default=1.0, help="of ssd: a draft pass over all answers, in passes over one token")  # fmt: skip
+    hand.add_argument("--wait", type=cost, default=0.0, help="handing over, a round")
+    hand.add_argument("--most", type=at_least(1, 256), default=MOST_AHEAD, help="the largest k and g looked at")
+    return parser.parse_args(argv)
+
+
+def check_draft(args, draft: Loaded) -> None:
+    """Whether this draft can run ahead by itself. Raises UserError."""
+    if getattr(draft.model, "reads_states", False):
+        raise UserError(
+            f"--draft {draft.name}: reads the target's states, which are not there while it checks; choose another draft"
+        )
+    if args.method == "ssd":
+        check_passes(draft, tree_error, "this architecture cannot guess several answers in one pass; take --method pearl", "a pass over five tokens")  # fmt: skip
+
+
+@command
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    if args.simulate:
+        tell(simulate(args))
+        return 0
+    if args.loop == "essay":
+        raise UserError("--loop essay: overlap has a loop of its own; leave it out")
+    texts = chosen_prompts(args)
+    with open_run(args, "spec_overlap", texts) as (file, target, (draft,)):
+        check_draft(args, draft)
+        rows = run(args, target, draft, texts, file)
+        summary = summarise(rows)
+        file.finish(summary)
+    tell(f"{args.n_tokens} tokens\n\n{table(rows, args.wide)}\n\n{verdict(summary)}\nresults in {args.results}")
+    return int(any(row["error"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""spec_overlap.py on a tiny pair: what it writes, what it refuses, what it works out of costs given by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import spec_overlap
+import tiny
+from spec_harness.overlapping import pearl_speedup, ssd_speedup
+from spec_loop import Greedy
+from spec_methods import pearl as module
+
+
+def document(results) -> dict:
+    return json.loads(results.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the file"))
+
+
+@pytest.mark.parametrize("method", ["pearl", "ssd"])
+def test_a_row_for_the_chain_and_the_method_each_exact(method, pair, results, capsys):
+    assert spec_overlap.main([*pair, "--workload", "code", "--method", method, "-k", "3", "-g", "3"]) == 0
+    rows = [row for row in document(results)["rows"] if row["part"] == "overlap"]
+    assert [row["method"] for row in rows] == ["chain", method] and all(row["exact"] for row in rows)
+    assert document(results)["status"] == "complete" and rows[0]["tokens"] == rows[1]["tokens"]
+    for row in rows:
+        assert row["draft_s"] >= 0 and row["overhead_s"] >= 0
+        assert row["prediction_error"] == pytest.approx(row["predicted_costs"] - row["speedup"])
+    said = capsys.readouterr().out
+    assert "token for token the target's own text" in said and "two devices" in said
+
+
+def test_a_finished_run_is_gone_on_with_and_measures_nothing_again(pair, results):
+    argv = [*pair, "--workload", "code", "-g", "3"]
+    assert spec_overlap.main(argv) == 0
+    before = document(results)["rows"]
+    tiny.killed_at(results, before[:-1])
+    assert spec_overlap.main([*argv, "--resume"]) == 0
+    after = document(results)["rows"]
+    assert after[: len(before) - 1] == before[:-1] and after[-1]["method"] == "pearl"
+
+
+def test_a_text_that_is_not_the_targets_fails_the_run(pair, results, monkeypatch, capsys):
+    class Wrong(module.Checker):
+        def settle(self, out, made, *drafted):
+            self.rule = Later()
+            return super().settle(out, made, *drafted)
+
+    class Later(Greedy):
+        def judge(self, out, proposal):
+            verdict = super().judge(out, proposal)
+            return verdict._replace(token=None if verdict.token is None else (verdict.token + 1) % 60)
+
+    monkeypatch.setattr(module, "Checker", Wrong)
+    assert spec_overlap.main([*pair, "--workload", "code", "-g", "3"]) == 1
+    assert document(results)["status"] == "failed" and "not the target's own text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--loop", "essay"], "--loop essay: overlap has a loop of its own"),
+        (["--simulate", "--v", "1"], "is no list of n:V"),
+        (["--simulate", "--v", "0:1"], "is no list of n:V"),
+        (["--simulate", "--c", "nan"], "--c: 'nan' is not a number of 0 or more"),
+        (["--simulate", "--devices", "3"], "--devices"),
+        (["-g", "0"], "-g/--ahead"),
+    ],
+)
+def test_bad_input_gets_one_line(argv, says, capsys):
+    try:
+        code = spec_overlap.main(argv)
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr().err.strip()
+    assert code == 2 and says in said and "\n" not in said
+
+
+def test_costs_by_hand_say_what_a_second_device_would_do(capsys):
+    assert (
+        spec_overlap.main(
+            ["--simulate", "--c", "0.2", "--v", "1:1,9:1.4", "--alpha", "0.7", "--hit", "0.6", "--most", "6"]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+
+    def v(n):
+        return 1 + 0.05 * (n - 1)
+
+    pearl = {g: pearl_speedup(0.7, g, 0.2, v) for g in range(1, 7)}
+    ssd = {k: ssd_speedup(0.7, k, 0.2, v, 0.6, (k + 1) * 0.2) for k in range(1, 7)}
+    for scheme, of in (("pearl", pearl), ("ssd", ssd)):
+        best = max(of, key=of.get)
+        assert any(line.split() == f"| {scheme} | 2 | {best} | {of[best]:.2f}x |".split() for line in said.splitlines())
+    assert "nothing was measured" in said and "at g = 6" in said
+
+
+def test_the_account_of_pearl_counts_a_pass_over_as_many_tokens_as_it_judged():
+    costs = {"c": 0.5, "c_first": 0.5, "c_next": 0.5, "c2": 0.5, "v": {1: 1.0, 2: 2.0, 3: 3.0}, "target_pass_s": 1.0}
+    row = {
+        "alpha": 0.5, "k": 2, "emitted": 6, "target_passes": 3, "draft_passes": 4, "draft_rounds": 3, "draft_tokens_read": 4,
+        "proposed_lengths": [1, 3, 0], "overhead_s": 0.0, "baseline_overhead_share": 0.0,
+    }  # fmt: skip
+    assert spec_overlap.by_turns("pearl", row, costs) == pytest.approx(6 / (4 * 0.5 + 1 + 3 + 1))
+    assert spec_overlap.by_turns("chain", row, costs) == pytest.approx(6 / (4 * 0.5 + 2 + 4 + 1))
