@@ -4,6 +4,7 @@ Claim: the text stays the target's own, token for token, in whatever order the t
 gains nothing, since draft and target compete for the same time. What a second device would give is worked out beside it.
 
     python spec_overlap.py                     # the embedded pair: PEARL's two sides taking turns, beside the ordinary chain
+    python spec_overlap.py --overlap process   # and really at once: two processes, a core each
     python spec_overlap.py --method ssd        # answers to foreseen outcomes instead of guesses that run ahead
     python spec_overlap.py --simulate --c 0.1 --v 1:1,8:1.2 --alpha 0.8    # no models: what a second device would do
 """
@@ -11,6 +12,7 @@ gains nothing, since draft and target compete for the same time. What a second d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import statistics
 
@@ -18,17 +20,13 @@ from spec_common import UserError, interval_text, judge_speed, say, tell
 
 from spec_cli import at_least, command, fraction, make_parser
 from spec_decode import Cell, measure_all
-from spec_harness.arms import Method, Task, draft_model, run_speculative
-from spec_harness.cells import accounted, find_or_measure, pooled, ratio
-from spec_harness.costs import costs_at, measure_costs
+from spec_harness.arms import Method, Task, draft_model
+from spec_harness.cells import find_or_measure, pooled, ratio
+from spec_harness.costs import costs_at, inside_limit, measure_costs
 from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
-from spec_harness.overlapping import (
-    balanced_g,
-    chain_speedup,
-    compare_schemes,
-    pearl_speedup,
-    ssd_speedup,
-)
+from spec_harness.overlap_rows import MOST_AHEAD, row_apart, row_here
+from spec_harness.overlapping import balanced_g, compare_schemes
+from spec_harness.processes import DraftProcess, draft_process, draft_side
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, progress, shown_interval, turns_of
 from spec_harness.theory import interpolated, measured_v
@@ -36,10 +34,11 @@ from spec_methods.pearl import Ahead, pearl_loop
 from spec_methods.policy import FixedK
 from spec_methods.ssd import ForeseeingDrafter
 from spec_methods.trees import tree_error
+from spec_methods.wire import Sizes
 from spec_models.checks import Loaded, check_passes, vocabulary_rows
 
-METHODS = ("pearl", "ssd")
-MOST_AHEAD = 16  # guesses a round that the balance may come to: V is carried on past what was measured
+METHODS, OVERLAPS = ("pearl", "ssd"), ("none", "process")
+AT_ONCE, BY_TURNS = ", at once", ", by turns"  # of two processes, one thread each
 VERDICTS = {"faster": "pays", "slower": "does not pay", "noise": "makes no difference beyond the noise", "few": "was measured in too few turns to say"}  # fmt: skip
 
 
@@ -59,78 +58,74 @@ def method_of(args, name: str, task: Task, draft, costs: dict) -> Method:
     return Method(Ahead(draft_model(task, draft, g).drafter, g, task.draft_limit), FixedK(g), decode=pearl_loop)
 
 
-def foreseen(task: Task, method: Method) -> dict:
-    """From a watched run of its own: the share of outcomes that were foreseen, and the seconds a round that answering took."""
-    run = run_speculative(task, method, watched=True)
-    answered = run.watch.seconds("foresee")
-    return {"hit_rate": ratio(method.drafter.hits, method.drafter.asked), "foresee_s": sum(answered) / run.done.target_passes}  # fmt: skip
-
-
-def foretold(name: str, row: dict, costs: dict, devices: int) -> float | None:
-    """The speedup that this row's alpha comes to at the measured costs, both sides on as many devices; None without alpha.
-    The loop's own time a round stands where two devices would hand over."""
-    if row["alpha"] is None:
-        return None
-    draft, v, one = costs["c"], measured_v(costs), costs["target_pass_s"]
-    wait = row["overhead_s"] / row["target_passes"] / one
-    if name == "chain":
-        return chain_speedup(row["alpha"], row["k"], draft, v, wait)
-    if name == "pearl":
-        return pearl_speedup(row["alpha"], row["k"], draft, v, devices, wait)
-    return ssd_speedup(row["alpha"], row["k"], draft, v, row["hit_rate"] or 0.0, row["foresee_s"] / one, devices, wait)
-
-
-def by_turns(name: str, row: dict, costs: dict) -> float | None:
-    """What the row's own counted rounds come to at the measured costs, the sides taking turns: an account, not a forecast. A pass
-    of PEARL's target reads as many tokens as it judges guesses; SSD's rounds are taken by the formula."""
-    if name == "ssd":
-        return foretold(name, row, costs, devices=1)
-    read_less = 1 if name == "pearl" else 0
-    fed = [max(0, length - read_less) for length in row["proposed_lengths"]]
-    return accounted({**row, "proposed_lengths": fed}, costs)
-
-
-def with_predictions(name: str, row: dict, costs: dict) -> dict:
-    """The row with what overlap would give; the error of the account is signed, prediction less measurement."""
-    answering = (
-        row.get("foresee_s", 0.0) * row["target_passes"]
-    )  # the draft's time, which the clock of phases does not know
-    whole = row["draft_s"] + row["verify_s"] + row["overhead_s"]
-    row["draft_s"], row["overhead_s"] = row["draft_s"] + answering, max(0.0, row["overhead_s"] - answering)
-    row["overhead_share"] = row["overhead_s"] / whole
-    row["predicted_costs"], row["two_devices"] = by_turns(name, row, costs), foretold(name, row, costs, devices=2)
-    told = row["predicted_costs"]
-    row["prediction_error"] = None if told is None else told - row["speedup"]
-    row["cost_coefficient"], row["balanced_g"] = costs["c"], balanced_g(costs["c"], measured_v(costs), MOST_AHEAD)
-    return row
-
-
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def measure_text(task: Task, draft, args, costs: dict) -> dict[str, dict]:
-    """The rows of one text, all methods in the same turns. Raises Mismatch."""
+def measure_text(
+    task: Task, draft, args, costs: dict, other: DraftProcess | None, beside: dict | None
+) -> dict[str, dict]:
+    """The rows of one text, all arms in the same turns; `other` is the draft in a process of its own. Raises Mismatch."""
     methods = {name: method_of(args, name, task, draft, costs) for name in ("chain", args.method)}
-    more = {name: foreseen(task, method) if name == "ssd" else {} for name, method in methods.items()}
+    for name in arms_of(args)[2:]:
+        methods[name] = other.method(
+            args.method, methods[args.method].k, name == args.method + BY_TURNS, task.draft_limit
+        )
     rows = measure_all({name: Cell(task, method) for name, method in methods.items()}, args)
-    return {name: with_predictions(name, {**row, **more[name]}, costs) for name, row in rows.items()}
+    if args.method == "ssd":
+        rows = {name: {**row, **foreseen(methods[name].drafter)} for name, row in rows.items()}
+    foresee_s = rows[args.method].get("foresee_s", 0.0) / rows[args.method]["target_passes"]
+    found = {name: row_here(name, rows[name], costs) for name in ("chain", args.method)}
+    for name in arms_of(args)[2:]:
+        found[name] = row_apart(args.method, rows[name], costs, beside, name == args.method + AT_ONCE, foresee_s)
+    return found
+
+
+def foreseen(drafter) -> dict:
+    """Of its last run, and so of every one: the share of outcomes that were foreseen; null where none was to be."""
+    return {"hit_rate": ratio(getattr(drafter, "hits", 0), getattr(drafter, "asked", 0))}
+
+
+def arms_of(args) -> list[str]:
+    """The rows of a text, by their method."""
+    apart = [args.method + AT_ONCE, args.method + BY_TURNS] if args.overlap == "process" else []
+    return ["chain", args.method, *apart]
+
+
+def measure_beside(file: ResultFile, other: DraftProcess, tasks: list[Task], args) -> dict:
+    """The row of what passes cost on one thread each, alone and while the other side runs; at the longest context."""
+    context = max(task.context for task in tasks)
+    sizes = sorted({1, args.k + 1, args.ahead or MOST_AHEAD})
+    where = {"part": "costs beside", "at": context}
+    context, sizes = inside_limit(context, sizes, tasks[0].limit)
+    return file.find(**where) or file.add({**where, **other.costs(tasks[0].target, context, sizes)})
+
+
+def sides(args, tasks: list[Task]):
+    """The draft's process where one is asked for, to be entered. Raises SideLost."""
+    if args.overlap != "process":
+        return contextlib.nullcontext()
+    room = max(task.prompt.shape[1] + task.n_tokens for task in tasks)
+    say("a process for the draft ...")
+    build = functools.partial(draft_side, args, str(tasks[0].device), tasks[0].target.dtype)
+    return draft_process(build, Sizes(room, max(args.k, args.ahead or MOST_AHEAD), 0))
 
 
 def run(args, target: Loaded, draft: Loaded, texts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
-    """Measure what the file lacks. Returns one row a text and method. Raises Mismatch."""
+    """Measure what the file lacks. Returns one row a text and method. Raises Mismatch, SideLost."""
     tasks, rows = {name: make_task(args, target, draft, text) for name, text in texts}, []
+    every = list(tasks.values())
     say("what passes cost ...")
-    costs = measure_costs(
-        file, list(tasks.values()), draft.model, sorted({args.k, args.k // 2, args.ahead or MOST_AHEAD})
-    )
-    for text in progress(list(tasks), "texts"):
-        task = tasks[text]
-        together = functools.cache(
-            functools.partial(measure_text, task, draft.model, args, costs_at(costs, task.context))
-        )
-        for name in ("chain", args.method):
-            where = {"part": "overlap", "text": text, "method": name}
-            rows.append(find_or_measure(file, task, where, lambda name=name, measured=together: measured()[name]))
+    costs = measure_costs(file, every, draft.model, sorted({args.k, args.k // 2, args.ahead or MOST_AHEAD}))
+    with sides(args, every) as other:
+        beside = measure_beside(file, other, every, args) if other else None
+        for text in progress(list(tasks), "texts"):
+            task = tasks[text]
+            measured = functools.cache(
+                functools.partial(measure_text, task, draft.model, args, costs_at(costs, task.context), other, beside)
+            )
+            for name in arms_of(args):
+                where = {"part": "overlap", "text": text, "method": name}
+                rows.append(find_or_measure(file, task, where, lambda name=name, measured=measured: measured()[name]))
     return rows
 
 
@@ -143,7 +138,7 @@ COLUMNS = [
 ]  # fmt: skip
 WIDE = [
     ("balanced_g", "g that balances", str), ("hit_rate", "foreseen", fixed(2)), ("prediction_error", "error", fixed(2)),
-    ("overhead_share", "loop's share", fixed(3)), ("aa", "A/A", fixed(2, "x")),
+    ("overhead_share", "loop's share", fixed(3)), ("wait_s", "waits, s", fixed(2)), ("aa", "A/A", fixed(2, "x")),
 ]  # fmt: skip
 
 
@@ -228,6 +223,7 @@ def parse_args(argv):
     add_task_options(parser)
     add_prompt_options(parser, default="all")
     parser.add_argument("--method", choices=METHODS, default="pearl", help="pearl: guesses run ahead of what is judged; ssd: answers to foreseen outcomes")  # fmt: skip
+    parser.add_argument("--overlap", choices=OVERLAPS, default="none", help="process: the draft in a process of its own, one thread and one core each; none: both sides take turns in one")  # fmt: skip
     parser.add_argument(
         "-k", "--k", type=at_least(1, 64), default=5, help="guesses a round of the ordinary chain and of ssd"
     )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
+from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
 import spec_overlap
 import tiny
+from spec_harness import processes
+from spec_harness.overlap_rows import by_turns
 from spec_harness.overlapping import pearl_speedup, ssd_speedup
 from spec_loop import Greedy
 from spec_methods import pearl as module
+from spec_methods.wire import Board, Far
 
 
 def document(results) -> dict:
@@ -102,5 +109,87 @@ def test_the_account_of_pearl_counts_a_pass_over_as_many_tokens_as_it_judged():
         "alpha": 0.5, "k": 2, "emitted": 6, "target_passes": 3, "draft_passes": 4, "draft_rounds": 3, "draft_tokens_read": 4,
         "proposed_lengths": [1, 3, 0], "overhead_s": 0.0, "baseline_overhead_share": 0.0,
     }  # fmt: skip
-    assert spec_overlap.by_turns("pearl", row, costs) == pytest.approx(6 / (4 * 0.5 + 1 + 3 + 1))
-    assert spec_overlap.by_turns("chain", row, costs) == pytest.approx(6 / (4 * 0.5 + 2 + 4 + 1))
+    assert by_turns("pearl", row, costs) == pytest.approx(6 / (4 * 0.5 + 1 + 3 + 1))
+    assert by_turns("chain", row, costs) == pytest.approx(6 / (4 * 0.5 + 2 + 4 + 1))
+
+
+# ------------------------------------------------------------------------------------------------------- two processes
+
+
+def memory_is_there(name: str) -> bool:
+    try:
+        SharedMemory(name).close()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@pytest.fixture
+def boards(monkeypatch):
+    """The names of the memories that a run made, none of which may be there afterwards; nor any process."""
+    names = []
+
+    class Noted(Board):
+        def __init__(self, *given):
+            super().__init__(*given)
+            names.append(self.memory.name)
+
+    monkeypatch.setattr(processes, "Board", Noted)
+    yield names
+    assert names and not multiprocessing.active_children()
+    assert not any(map(memory_is_there, names))
+
+
+def overlapped(pair, *more) -> int:
+    return spec_overlap.main([*pair, "--workload", "code", "--overlap", "process", "-g", "3", *more])
+
+
+def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, results, boards):
+    assert overlapped(pair) == 0
+    rows = {row["method"]: row for row in document(results)["rows"] if row["part"] == "overlap"}
+    assert list(rows) == ["chain", "pearl", "pearl, at once", "pearl, by turns"]
+    assert all(row["exact"] and row["tokens"] == rows["chain"]["tokens"] for row in rows.values())
+    assert rows["pearl, at once"]["emitted_lengths"] == rows["pearl"]["emitted_lengths"]
+    assert all("wait_s" in row and row["message_s"] > 0 for name, row in rows.items() if "," in name)
+    (costs,) = (row for row in document(results)["rows"] if row["part"] == "costs beside")
+    assert costs["draft_beside"] and set(costs["target_beside"]) == {"1", "3", "6"}
+
+
+def at_message(monkeypatch, number: int, act) -> None:
+    """Do that right before a message of so many is sent."""
+    request, sent = Far.request, iter(range(10**6))
+
+    def noted(far, message):
+        if next(sent) == number:
+            act()
+        request(far, message)
+
+    monkeypatch.setattr(Far, "request", noted)
+
+
+def kill():
+    (other,) = multiprocessing.active_children()
+    os.kill(other.pid, signal.SIGINT)  # which it does not heed
+    assert other.is_alive()
+    os.kill(other.pid, signal.SIGKILL)
+
+
+def run_out():
+    raise MemoryError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "status", "says"),
+    [
+        (kill, 2, "failed", "error: --overlap process: the draft's process has ended"),
+        (run_out, 1, "failed", ""),
+        (lambda: signal.raise_signal(signal.SIGINT), 130, "interrupted", "interrupted; call it again"),
+    ],
+    ids=["killed", "out of memory here", "Ctrl-C"],
+)
+def test_however_it_ends_a_file_says_so_and_nothing_is_left(act, code, status, says, pair, results, boards, monkeypatch, capsys):  # fmt: skip
+    at_message(monkeypatch, 2, act)
+    assert overlapped(pair) == code
+    assert document(results)["status"] == status
+    said = capsys.readouterr().err
+    assert says in said and "Traceback" not in said

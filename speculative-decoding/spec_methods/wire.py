@@ -48,7 +48,7 @@ class Board:
     def __init__(self, sizes: Sizes, name: str | None = None):
         shapes = [(HEAD + sizes.room,), (HEAD + sizes.most,), (sizes.most, sizes.rows)]
         counts = [torch.Size(shape).numel() for shape in shapes]
-        self.own = name is None
+        self.own, self.owed = name is None, 0  # `owed`: answers that were asked for and not taken
         self.memory = SharedMemory(name, create=self.own, size=8 * sum(counts))
         whole = torch.frombuffer(self.memory.buf, dtype=torch.int64, count=sum(counts))
         self.down, self.up, laws = (part.view(shape) for part, shape in zip(whole.split(counts), shapes, strict=True))
@@ -70,14 +70,15 @@ def set_numbers(part: torch.Tensor, head: list[int], ids: torch.Tensor) -> None:
     part[HEAD : HEAD + len(ids)] = ids
 
 
-def receive(conn) -> bytes:
-    """The next message of the draft's side. Raises SideLost."""
+def receive(conn, patience: float | None = 0.0) -> bytes:
+    """The next message of the draft's side; `patience` in seconds, 0: PATIENCE_S, None: without end. Raises SideLost."""
+    patience = PATIENCE_S if patience == 0 else patience
     try:
-        message = conn.recv_bytes() if conn.poll(PATIENCE_S) else None
+        message = conn.recv_bytes() if conn.poll(patience) else None
     except (EOFError, OSError) as error:
         raise SideLost("--overlap process: the draft's process has ended (killed, or out of memory); call again with --resume") from error  # fmt: skip
     if message is None:
-        raise SideLost(f"--overlap process: the draft's process has not answered for {PATIENCE_S:.0f} s; call again with --resume")  # fmt: skip
+        raise SideLost(f"--overlap process: the draft's process has not answered for {patience:.0f} s; call again with --resume")  # fmt: skip
     if message[:1] == FAILED:
         raise SideLost(f"--overlap process: the draft's process failed ({message[1:].decode()}); mend that and call again with --resume")  # fmt: skip
     return message
@@ -107,21 +108,31 @@ class Far:
 
     def start(self, state: State) -> None:
         self.state, self.news = state, None
+        while self.board.owed:  # a run before this one broke off: what it asked for is still being written
+            self.take()
         reach = -1 if self.reach is None else self.reach
         head = [state.length, state.ids.shape[1], self.guesses, int(self.by_turns), reach]
         set_numbers(self.board.down, head, state.ids[0].cpu())
-        send(self.conn, START)
+        self.request(START)
         self.collect()
+
+    def request(self, message: bytes) -> None:
+        send(self.conn, message)
+        self.board.owed += 1
+
+    def take(self) -> None:
+        receive(self.conn)
+        self.board.owed -= 1
 
     def ask(self, depth: int = 0) -> None:
         """Say what stands since the last request, and that guesses are wanted."""
         news = self.news or News(0, [], True)
         set_numbers(self.board.down, [news.length, len(news.block), int(news.stood), depth], torch.tensor(news.block, dtype=torch.int64))  # fmt: skip
-        send(self.conn, ROUND)
+        self.request(ROUND)
 
     def collect(self) -> Proposal:
         """What was asked for, as soon as it is there. Raises SideLost, DecodingError."""
-        receive(self.conn)
+        self.take()
         count, kind, finite, passes, read, self.hits, self.asked = self.board.up[: HEAD - 1].tolist()
         self.work = Work(passes, read)
         if not finite:

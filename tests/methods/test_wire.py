@@ -165,6 +165,28 @@ def test_a_slow_side_never_changes_the_text(scheme, kind, by_turns, n, seed):
 # ------------------------------------------------------------------------------------------------------------ at the ends
 
 
+@pytest.mark.parametrize("scheme", ["pearl", "ssd"])
+def test_a_run_that_broke_off_is_not_answered_in_the_next(scheme):
+    class Breaks(Far):
+        collected = 0
+
+        def collect(self):
+            self.collected += 1
+            if self.collected == 3:  # the start's, a round's, and now with an answer on its way
+                raise RuntimeError("out of memory")
+            return super().collect()
+
+    wanted = here(scheme, DRAFTS["near"])
+    with other_side(side_of(scheme, DRAFTS["near"])) as (conn, board):
+        broken, whole = (
+            Method(end(conn, board, K), FixedK(K), Greedy(), decode_of(scheme, False)) for end in (Breaks, Far)
+        )
+        with pytest.raises(RuntimeError):
+            run_speculative(tiny.task(TARGET, n=N), broken)
+        done = run_speculative(tiny.task(TARGET, n=N), whole).done
+    assert (done.tokens, done.proposals) == (wanted.tokens, wanted.proposals)
+
+
 class Failing(ModelDrafter):
     def keep(self, *news):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
