@@ -29,7 +29,7 @@ def foreseeing(draft, fans, rows: int = 64, **options) -> ForeseeingDrafter:
 # -------------------------------------------------------------------------------------------------------------- greedy
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["near", "itself", "wrong"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_text_is_greedys_own_in_the_rounds_of_the_plain_chain(name, kind, k):
@@ -229,7 +229,7 @@ def test_any_token_whose_law_is_said_keeps_the_law():
         {"drafter": Refilters},
         {"rule": KeepsFallen, "fans": [1, 0, 0], "law": (1.0, 2, 1.0)},
         {"drafter": Unsaid, "rule": TakesTheBest},
-        {"drafter": ReusesInMiss, "chance": Reusing, "n": 4},
+        {"drafter": ReusesInMiss, "chance": Reusing, "n": 4, "law": (1.0, 2, 1.0)},
     ],
     ids=lambda fault: fault.get("drafter", fault.get("rule")).__name__,
 )
