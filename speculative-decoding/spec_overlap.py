@@ -23,8 +23,9 @@ from spec_decode import Cell, measure_all
 from spec_harness.arms import Method, Task, draft_model
 from spec_harness.cells import find_or_measure, pooled, ratio
 from spec_harness.costs import costs_at, inside_limit, measure_costs
+from spec_harness.essay import essay_at_once
 from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
-from spec_harness.overlap_rows import MOST_AHEAD, row_apart, row_here
+from spec_harness.overlap_rows import MOST_AHEAD, over, row_apart, row_here
 from spec_harness.overlapping import balanced_g, compare_schemes
 from spec_harness.processes import DraftProcess, draft_process, draft_side
 from spec_harness.results import ResultFile
@@ -154,7 +155,13 @@ def summarise(rows: list[dict]) -> dict:
         if good:
             errors = [row["prediction_error"] for row in good if row["prediction_error"] is not None]
             found[name] = {**pooled(good), "prediction_error_median": statistics.median(errors) if errors else None}
-    return {"methods": found, "near_ties": sum(len(row["near_ties"]) for row in rows if not row["error"])}
+    at_once = next((name for name in found if name.endswith(AT_ONCE)), None)
+    others = [name for name in found if at_once and name != at_once]
+    return {
+        "methods": found,
+        "at_once_over": {name: over(rows, at_once, name) for name in others},
+        "near_ties": sum(len(row["near_ties"]) for row in rows if not row["error"]),
+    }
 
 
 def verdict(summary: dict) -> str:
@@ -169,6 +176,13 @@ def verdict(summary: dict) -> str:
         lines.append(
             f"{name}: {one['speedup']:.2f}x the target alone{f' ({interval})' if interval else ''}, {VERDICTS[judge_speed(one)]}."
         )
+    for name, both in summary["at_once_over"].items():
+        interval = interval_text(both["speedup_low"], both["speedup_high"])
+        lines.append(
+            f"at once over {name}: {both['speedup']:.2f}x{f' ({interval})' if interval else ''}, {VERDICTS[judge_speed(both)]}."
+        )
+    if summary["at_once_over"]:
+        lines.append(f"the essay, two threads on one queue over taking turns: {essay_at_once():.2f}x.")
     aa, within = one["aa"], interval_text(one["aa_low"], one["aa_high"], 3)
     lines.append(
         f"the same code against itself: {aa:.3f}x{f' ({within})' if within else ''}, {turns_of(one['pairs'])}."

@@ -8,12 +8,14 @@ import os
 import signal
 from multiprocessing.shared_memory import SharedMemory
 
+from spec_common import judge_speed
+
 import pytest
 
 import spec_overlap
 import tiny
 from spec_harness import processes
-from spec_harness.overlap_rows import by_turns
+from spec_harness.overlap_rows import by_turns, over
 from spec_harness.overlapping import pearl_speedup, ssd_speedup
 from spec_loop import Greedy
 from spec_methods import pearl as module
@@ -144,13 +146,15 @@ def overlapped(pair, *more) -> int:
     return spec_overlap.main([*pair, "--workload", "code", "--overlap", "process", "-g", "3", *more])
 
 
-def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, results, boards):
+def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, results, boards, capsys):
     assert overlapped(pair) == 0
     rows = {row["method"]: row for row in document(results)["rows"] if row["part"] == "overlap"}
     assert list(rows) == ["chain", "pearl", "pearl, at once", "pearl, by turns"]
     assert all(row["exact"] and row["tokens"] == rows["chain"]["tokens"] for row in rows.values())
     assert rows["pearl, at once"]["emitted_lengths"] == rows["pearl"]["emitted_lengths"]
     assert all("wait_s" in row and row["message_s"] > 0 for name, row in rows.items() if "," in name)
+    said = capsys.readouterr().out
+    assert "at once over pearl, by turns: " in said and "two threads on one queue over taking turns: 0.93x" in said
     (costs,) = (row for row in document(results)["rows"] if row["part"] == "costs beside")
     assert costs["draft_beside"] and set(costs["target_beside"]) == {"1", "3", "6"}
 
@@ -188,3 +192,15 @@ def test_however_it_ends_a_file_says_so_and_nothing_is_left(act, code, status, s
     assert document(results)["status"] == status
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said
+
+
+def timed_row(method: str, text: str, seconds: list[float], error=None) -> dict:
+    return {"method": method, "text": text, "error": error, "speculative_s": seconds, "baseline_s": [4.0] * 6, "baseline_again_s": [4.0] * 6}  # fmt: skip
+
+
+def test_one_arm_over_another_is_of_the_texts_that_both_have_time_over_time():
+    rows = [timed_row("a", "x", [1.0] * 6), timed_row("b", "x", [3.0] * 6), timed_row("a", "y", [3.0] * 6)]
+    rows += [timed_row("b", "y", [5.0] * 6), timed_row("a", "z", [9.0] * 6), timed_row("b", "z", [], "out of memory")]
+    found = over(rows, "a", "b")
+    assert (found["speedup"], found["speedup_low"], found["pairs"]) == (2.0, 2.0, 6) and judge_speed(found) == "faster"
+    assert over(rows, "a", "c") is None

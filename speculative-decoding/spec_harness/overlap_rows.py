@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from spec_harness.cells import accounted
+from spec_common import paired_ratio
+
+from spec_harness.cells import accounted, pooled
 from spec_harness.overlapping import balanced_g, chain_speedup, pearl_speedup, ssd_speedup
 from spec_harness.theory import interpolated, measured_v
 
@@ -78,3 +80,22 @@ def row_apart(scheme: str, row: dict, costs: dict, beside: dict, at_once: bool, 
     """A row of two processes; `at_once`: both sides worked at the same time."""
     told = scheme_speedup(scheme, row, apart(row, costs, beside, at_once, foresee_s))
     return with_predictions({**row, "pinned": beside["pinned"], "message_s": beside["message_s"]}, told, None, costs)
+
+
+def over(rows: list[dict], name: str, other: str) -> dict | None:
+    """How much faster the method NAME is than OTHER, in the same turns and over the texts that both have: `speedup`, its interval
+    and that of the A/A arm, as the one verdict reads them; None where no text has both."""
+    good = {
+        which: {row["text"]: row for row in rows if row["method"] == which and not row["error"]}
+        for which in (name, other)
+    }
+    shared = [text for text in good[name] if text in good[other]]
+    if not shared:
+        return None
+    turns = [
+        [sum(turn) for turn in zip(*(good[which][text]["speculative_s"] for text in shared), strict=True)]
+        for which in (other, name)
+    ]
+    found, noise = paired_ratio(*turns), pooled([good[name][text] for text in shared])
+    return {"speedup": found["median"], "speedup_low": found["low"], "speedup_high": found["high"], "pairs": found["n"],
+            "aa": noise["aa"], "aa_low": noise["aa_low"], "aa_high": noise["aa_high"]}  # fmt: skip

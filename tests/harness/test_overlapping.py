@@ -73,7 +73,7 @@ def test_rounds_of_the_real_machine_come_to_the_closed_form():
         Table(3, probs=lambda ids: [0.5, 0.3, 0.2]),
         Table(3, probs=lambda ids: [0.4, 0.2, 0.4]),
         3,
-        6000,
+        3000,
     )
     alpha = overlap(torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.2, 0.4]), 0)
     rule, own = (Sampled(1.0, 0, 1.0, Chance(seed)) for seed in (1, 2))
@@ -82,7 +82,7 @@ def test_rounds_of_the_real_machine_come_to_the_closed_form():
     ahead.start(state)
     done = pearl(target, ahead, state, n, rule)
     assert alpha == pytest.approx(0.8)
-    assert statistics.fmean(done.emitted) == pytest.approx(pearl_rounds(alpha, g).tokens, rel=0.03)
+    assert statistics.fmean(done.emitted) == pytest.approx(pearl_rounds(alpha, g).tokens, rel=0.04)
 
 
 def test_one_device_adds_up_what_two_do_at_once():
