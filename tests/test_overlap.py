@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 from spec_common import judge_speed
 
@@ -15,7 +16,7 @@ import pytest
 import spec_overlap
 import tiny
 from spec_harness import processes
-from spec_harness.overlap_rows import by_turns, over
+from spec_harness.overlap_rows import by_turns, over, row_apart, row_here
 from spec_harness.overlapping import pearl_speedup, ssd_speedup
 from spec_loop import Greedy
 from spec_methods import pearl as module
@@ -113,6 +114,49 @@ def test_the_account_of_pearl_counts_a_pass_over_as_many_tokens_as_it_judged():
     }  # fmt: skip
     assert by_turns("pearl", row, costs) == pytest.approx(6 / (4 * 0.5 + 1 + 3 + 1))
     assert by_turns("chain", row, costs) == pytest.approx(6 / (4 * 0.5 + 2 + 4 + 1))
+
+
+COSTS = {"c": 0.5, "c_first": 0.5, "c_next": 0.5, "c2": 0.5, "v": {1: 1.0, 2: 2.0, 3: 3.0}, "target_pass_s": 0.1}
+COUNTED = {
+    "alpha": 1.0, "k": 2, "emitted": 6, "target_passes": 3, "draft_passes": 6, "draft_rounds": 3, "draft_tokens_read": 6,
+    "proposed_lengths": [2, 2, 2], "overhead_s": 0.03, "baseline_overhead_share": 0.0, "speedup": 0.5, "hit_rate": 0.5, "foresee_s": 0.6,
+}  # fmt: skip
+
+
+def test_what_two_devices_would_give_by_hand():
+    """Two tokens a round; the check of two takes 2, two draft passes 1, the loop 0.1 of a target pass."""
+    row = row_here("pearl", dict(COUNTED), COSTS)
+    assert row["two_devices"] == pytest.approx(2 / (2 + 0.1))
+    assert row["prediction_error"] == pytest.approx(6 / (6 * 0.5 + 3 * 2 + 3 * 0.1) - 0.5)
+    row = row_here("ssd", dict(COUNTED), COSTS)
+    assert row["predicted_costs"] == pytest.approx(3 / (3 + 0.6 / 3 / 0.1 + 0.5 * 2 * 0.5 + 0.1))
+    assert row["two_devices"] == pytest.approx(3 / (3 + 0.5 * 2 * 0.5 + 0.1))
+    assert row_here("chain", dict(COUNTED), COSTS)["two_devices"] == pytest.approx(3 / (2 * 0.5 + 3 + 0.1))
+    assert row_here("pearl", {**COUNTED, "alpha": None}, COSTS)["two_devices"] is None
+
+
+def test_what_two_processes_should_give_is_of_costs_measured_beside_one_another():
+    beside = {
+        "draft_alone": [0.1], "draft_beside": [0.1, 0.2, 0.3], "target_alone": {"1": [0.1], "2": [0.2]},
+        "target_beside": {"1": [0.1], "2": [0.1, 0.3, 0.3]}, "message_s": 0.02, "pinned": True,
+    }  # fmt: skip
+    at_once = row_apart("pearl", dict(COUNTED), COSTS, beside, True, 0.0)
+    assert at_once["predicted_costs"] == pytest.approx(2 / (max(2 * 2, 3) + 0.1 + 0.2)) and at_once["pinned"]
+    turns = row_apart("pearl", dict(COUNTED), COSTS, beside, False, 0.0)
+    assert turns["predicted_costs"] == pytest.approx(2 / (2 * 1 + 2 + 0.1 + 0.2))
+    ssd = row_apart("ssd", dict(COUNTED), COSTS, beside, False, foresee_s=0.2)
+    assert ssd["predicted_costs"] == pytest.approx(3 / (2 * 2 + 3 + 0.5 * 2 * 1 + 0.3)), (
+        "its answers grow as a draft pass does"
+    )
+
+
+def test_what_the_readme_says_of_a_second_device_is_worked_out_so(capsys):
+    readme = (Path(spec_overlap.__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## When a second device pays")[1].split("\n## ")[0]
+    for c in ("0.2", "0.05"):
+        assert spec_overlap.main(["--simulate", "--c", c, "--alpha", "0.8"]) == 0
+        turns, *_, pearl, ssd = [line.split("|")[4].strip() for line in capsys.readouterr().out.splitlines()[2:7]]
+        assert all(said in section for said in (turns, pearl, ssd))
 
 
 # ------------------------------------------------------------------------------------------------------- two processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import NamedTuple
 
 from spec_common import paired_ratio
@@ -18,7 +19,7 @@ class Setting(NamedTuple):
     """What a scheme is worked out from, in target passes over one token as the baseline makes them."""
 
     draft: float  # a draft pass
-    v: object  # v(n): a target pass over n tokens
+    v: Callable[[int], float]  # v(n): a target pass over n tokens
     devices: int  # 2: both sides at once
     wait: float  # the loop's own time and what handing over takes, a round
     foresee: float  # all answers of a round of SSD
