@@ -25,11 +25,11 @@ from spec_harness.cells import find_or_measure, pooled, ratio
 from spec_harness.costs import costs_at, inside_limit, measure_costs
 from spec_harness.essay import essay_at_once
 from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
-from spec_harness.overlap_rows import MOST_AHEAD, over, row_apart, row_here
+from spec_harness.overlap_rows import MOST_AHEAD, over, row_apart, row_here, waiting
 from spec_harness.overlapping import balanced_g, compare_schemes
 from spec_harness.processes import DraftProcess, draft_process, draft_side
 from spec_harness.results import ResultFile
-from spec_harness.tables import fixed, markdown_table, progress, shown_interval, turns_of
+from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, turns_of
 from spec_harness.theory import interpolated, measured_v
 from spec_methods.pearl import Ahead, pearl_loop
 from spec_methods.policy import FixedK
@@ -133,12 +133,12 @@ def run(args, target: Loaded, draft: Loaded, texts: list[tuple[str, str]], file:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 COLUMNS = [
-    ("text", "text", str), ("method", "method", str), ("k", "k or g", str), ("speedup", "speedup", fixed(2, "x")),
+    ("text", "text", str), ("method", "method", str), ("k", "k, g", str), ("speedup", "speedup", fixed(2, "x")),
     ("interval", "interval", str), ("predicted_costs", "from costs", fixed(2, "x")), ("two_devices", "two devices", fixed(2, "x")),
-    ("block_efficiency", "tokens/pass", fixed(2)), ("alpha", "alpha", fixed(2)),
+    ("alpha", "alpha", fixed(2)),
 ]  # fmt: skip
 WIDE = [
-    ("balanced_g", "g that balances", str), ("hit_rate", "foreseen", fixed(2)), ("prediction_error", "error", fixed(2)),
+    ("block_efficiency", "tokens/pass", fixed(2)), ("balanced_g", "g that balances", str), ("hit_rate", "foreseen", fixed(2)), ("prediction_error", "error", fixed(2)),
     ("overhead_share", "loop's share", fixed(3)), ("wait_s", "waits, s", fixed(2)), ("aa", "A/A", fixed(2, "x")),
 ]  # fmt: skip
 
@@ -154,7 +154,11 @@ def summarise(rows: list[dict]) -> dict:
         good = [row for row in rows if row["method"] == name and not row["error"]]
         if good:
             errors = [row["prediction_error"] for row in good if row["prediction_error"] is not None]
-            found[name] = {**pooled(good), "prediction_error_median": statistics.median(errors) if errors else None}
+            found[name] = {
+                **pooled(good),
+                "prediction_error_median": statistics.median(errors) if errors else None,
+                **waiting(good),
+            }
     at_once = next((name for name in found if name.endswith(AT_ONCE)), None)
     others = [name for name in found if at_once and name != at_once]
     return {
@@ -176,6 +180,10 @@ def verdict(summary: dict) -> str:
         lines.append(
             f"{name}: {one['speedup']:.2f}x the target alone{f' ({interval})' if interval else ''}, {VERDICTS[judge_speed(one)]}."
         )
+        if "wait_share" in one:
+            lines[-1] += (
+                f" The target waited {percent(one['wait_share'])} of the time for guesses; a message there and back takes {1e6 * one['message_s']:.0f} us."
+            )
     for name, both in summary["at_once_over"].items():
         interval = interval_text(both["speedup_low"], both["speedup_high"])
         lines.append(

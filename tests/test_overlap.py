@@ -197,7 +197,8 @@ def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, resul
     assert all(row["exact"] and row["tokens"] == rows["chain"]["tokens"] for row in rows.values())
     assert rows["pearl, at once"]["emitted_lengths"] == rows["pearl"]["emitted_lengths"]
     assert all("wait_s" in row and row["message_s"] > 0 for name, row in rows.items() if "," in name)
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("of the time for guesses; a message") == 2
     assert "at once over pearl, by turns: " in said and "two threads on one queue over taking turns: 0.93x" in said
     (costs,) = (row for row in document(results)["rows"] if row["part"] == "costs beside")
     assert costs["draft_beside"] and set(costs["target_beside"]) == {"1", "3", "6"}

@@ -100,3 +100,11 @@ def over(rows: list[dict], name: str, other: str) -> dict | None:
     found, noise = paired_ratio(*turns), pooled([good[name][text] for text in shared])
     return {"speedup": found["median"], "speedup_low": found["low"], "speedup_high": found["high"], "pairs": found["n"],
             "aa": noise["aa"], "aa_low": noise["aa_low"], "aa_high": noise["aa_high"]}  # fmt: skip
+
+
+def waiting(rows: list[dict]) -> dict:
+    """Of two processes: the share of its time that the target's side waited for guesses, and what a message takes."""
+    if not all("wait_s" in row for row in rows):
+        return {}
+    whole = sum(row[name] for row in rows for name in ("draft_s", "verify_s", "overhead_s", "wait_s"))
+    return {"wait_share": sum(row["wait_s"] for row in rows) / whole, "message_s": rows[0]["message_s"]}
