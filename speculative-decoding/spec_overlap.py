@@ -5,32 +5,33 @@ gains nothing, since draft and target compete for the same time. What a second d
 
     python spec_overlap.py                     # the embedded pair: PEARL's two sides taking turns, beside the ordinary chain
     python spec_overlap.py --overlap process   # and really at once: two processes, a core each
+    python spec_overlap.py --overlap device --draft-device cuda:1     # two devices (seen on CPUs alone so far)
     python spec_overlap.py --method ssd        # answers to foreseen outcomes instead of guesses that run ahead
     python spec_overlap.py --simulate --c 0.1 --v 1:1,8:1.2 --alpha 0.8    # no models: what a second device would do
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import statistics
 
-from spec_common import UserError, interval_text, judge_speed, say, tell
+from spec_common import UserError, interval_text, judge_speed, pick_device, say, tell
 
-from spec_cli import at_least, command, fraction, make_parser
+from spec_cli import at_least, command, make_parser
 from spec_decode import Cell, measure_all
 from spec_harness.arms import Method, Task, draft_model
 from spec_harness.cells import find_or_measure, pooled, ratio
 from spec_harness.costs import costs_at, inside_limit, measure_costs
 from spec_harness.essay import essay_at_once
 from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
+from spec_harness.overlap_by_hand import add_hand_options, simulate
 from spec_harness.overlap_rows import MOST_AHEAD, over, row_apart, row_here, waiting
-from spec_harness.overlapping import balanced_g, compare_schemes
-from spec_harness.processes import DraftProcess, draft_process, draft_side
+from spec_harness.overlapping import balanced_g
+from spec_harness.processes import DraftProcess, draft_process, draft_side, draft_thread
 from spec_harness.results import ResultFile
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, turns_of
-from spec_harness.theory import interpolated, measured_v
+from spec_harness.theory import measured_v
 from spec_methods.pearl import Ahead, pearl_loop
 from spec_methods.policy import FixedK
 from spec_methods.ssd import ForeseeingDrafter
@@ -38,9 +39,14 @@ from spec_methods.trees import tree_error
 from spec_methods.wire import Sizes
 from spec_models.checks import Loaded, check_passes, vocabulary_rows
 
-METHODS, OVERLAPS = ("pearl", "ssd"), ("none", "process")
+METHODS, OVERLAPS = ("pearl", "ssd"), ("none", "process", "device")
 AT_ONCE, BY_TURNS = ", at once", ", by turns"  # of two processes, one thread each
-VERDICTS = {"faster": "pays", "slower": "does not pay", "noise": "makes no difference beyond the noise", "few": "was measured in too few turns to say"}  # fmt: skip
+VERDICTS = {
+    "faster": "pays",
+    "slower": "does not pay",
+    "noise": "makes no difference beyond the noise",
+    "few": "was measured in too few turns to say",
+}
 
 
 # ------------------------------------------------------------------------------------------------------------- methods
@@ -88,7 +94,7 @@ def foreseen(drafter) -> dict:
 
 def arms_of(args) -> list[str]:
     """The rows of a text, by their method."""
-    apart = [args.method + AT_ONCE, args.method + BY_TURNS] if args.overlap == "process" else []
+    apart = [args.method + AT_ONCE, args.method + BY_TURNS] if args.overlap != "none" else []
     return ["chain", args.method, *apart]
 
 
@@ -102,13 +108,14 @@ def measure_beside(file: ResultFile, other: DraftProcess, tasks: list[Task], arg
 
 
 def sides(args, tasks: list[Task]):
-    """The draft's process where one is asked for, to be entered. Raises SideLost."""
-    if args.overlap != "process":
+    """The draft's process or thread where one is asked for, to be entered. Raises SideLost."""
+    if args.overlap == "none":
         return contextlib.nullcontext()
     room = max(task.prompt.shape[1] + task.n_tokens for task in tasks)
-    say("a process for the draft ...")
-    build = functools.partial(draft_side, args, str(tasks[0].device), tasks[0].target.dtype)
-    return draft_process(build, Sizes(room, max(args.k, args.ahead or MOST_AHEAD), 0))
+    say("a side of its own for the draft ...")
+    build = functools.partial(draft_side, args, args.draft_device or str(tasks[0].device), tasks[0].target.dtype)
+    start = draft_process if args.overlap == "process" else draft_thread
+    return start(build, Sizes(room, max(args.k, args.ahead or MOST_AHEAD), 0))
 
 
 def run(args, target: Loaded, draft: Loaded, texts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
@@ -138,7 +145,8 @@ COLUMNS = [
     ("alpha", "alpha", fixed(2)),
 ]  # fmt: skip
 WIDE = [
-    ("block_efficiency", "tokens/pass", fixed(2)), ("balanced_g", "g that balances", str), ("hit_rate", "foreseen", fixed(2)), ("prediction_error", "error", fixed(2)),
+    ("block_efficiency", "tokens/pass", fixed(2)), ("balanced_g", "g that balances", str), ("hit_rate", "foreseen", fixed(2)),
+    ("prediction_error", "error", fixed(2)),
     ("overhead_share", "loop's share", fixed(3)), ("wait_s", "waits, s", fixed(2)), ("aa", "A/A", fixed(2, "x")),
 ]  # fmt: skip
 
@@ -182,7 +190,8 @@ def verdict(summary: dict) -> str:
         )
         if "wait_share" in one:
             lines[-1] += (
-                f" The target waited {percent(one['wait_share'])} of the time for guesses; a message there and back takes {1e6 * one['message_s']:.0f} us."
+                f" The target waited {percent(one['wait_share'])} of the time for guesses; a message there and back takes "
+                f"{1e6 * one['message_s']:.0f} us."
             )
     for name, both in summary["at_once_over"].items():
         interval = interval_text(both["speedup_low"], both["speedup_high"])
@@ -198,70 +207,56 @@ def verdict(summary: dict) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------- by hand
-
-
-def simulate(args) -> str:
-    """What costs given by hand come to: each scheme at its best size, on one device and on the devices asked for."""
-    rows, v = [], interpolated(args.v)
-    for devices in dict.fromkeys((1, args.devices)):
-        for one in compare_schemes(args.alpha, args.c, v, args.most, args.hit, args.widest, devices, args.wait):
-            if devices == 1 or one.scheme != "taking turns":
-                rows.append({"devices": devices, **one._asdict()})
-    columns = [("scheme", "scheme", str), ("devices", "devices", str), ("size", "best k or g", str), ("speedup", "speedup", fixed(2, "x"))]  # fmt: skip
-    turns, best = rows[0]["speedup"], max(rows, key=lambda row: row["speedup"])
-    balance = balanced_g(args.c, v, args.most)
-    gain = f"{best['scheme']} on {best['devices']} device{'s' if best['devices'] > 1 else ''} is best, {best['speedup'] / turns:.2f} times taking turns"
-    return f"{markdown_table(rows, columns)}\n\n{gain}; both sides take as long at g = {balance}. Worked out from costs given by hand, nothing was measured."
-
-
-def cost_curve(text: str) -> dict[int, float]:
-    """A type for argparse: V(n) as n:V with commas between, such as 1:1,8:1.2."""
-    try:
-        found = {int(n): float(v) for n, v in (part.split(":") for part in text.split(","))}
-    except ValueError:
-        found = {}
-    if not found or min(found) < 1 or not all(0 < v < 1e6 for v in found.values()):
-        raise argparse.ArgumentTypeError(f"'{text[:40]}' is no list of n:V, such as 1:1,8:1.2")
-    return found
-
-
-def cost(text: str) -> float:
-    """A type for argparse: a number of 0 or more."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1e6:
-        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a number of 0 or more")
-    return number
-
-
 # ------------------------------------------------------------------------------------------------------------- the user
+
+
+def add_overlap_options(parser) -> None:
+    """Where the draft's side runs."""
+    parser.add_argument(
+        "--overlap", choices=OVERLAPS, default="none",
+        help="process: the draft in a process of its own, one thread and one core each; device: in a thread, on --draft-device; "
+        "none: both sides take turns",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft-device",
+        help="of --overlap device: where the draft runs, such as cuda:1; left out: where the target does, in a stream of its own",
+    )
 
 
 def parse_args(argv):
     parser = make_parser(__doc__, "spec_overlap", resume=True)
     add_task_options(parser)
     add_prompt_options(parser, default="all")
-    parser.add_argument("--method", choices=METHODS, default="pearl", help="pearl: guesses run ahead of what is judged; ssd: answers to foreseen outcomes")  # fmt: skip
-    parser.add_argument("--overlap", choices=OVERLAPS, default="none", help="process: the draft in a process of its own, one thread and one core each; none: both sides take turns in one")  # fmt: skip
+    parser.add_argument(
+        "--method", choices=METHODS, default="pearl",
+        help="pearl: guesses run ahead of what is judged; ssd: answers to foreseen outcomes",
+    )  # fmt: skip
+    add_overlap_options(parser)
     parser.add_argument(
         "-k", "--k", type=at_least(1, 64), default=5, help="guesses a round of the ordinary chain and of ssd"
     )
-    parser.add_argument("-g", "--ahead", type=at_least(1, 64), metavar="G", help="guesses a round of pearl; left out: as many as take as long as their check")  # fmt: skip
-    parser.add_argument("--fan", type=at_least(1, 64), default=2, help="of ssd: outcomes foreseen behind each number of accepted guesses")  # fmt: skip
-    hand = parser.add_argument_group("costs given by hand (all in target passes over one token)")
-    hand.add_argument("--simulate", action="store_true", help="load nothing; say what these costs come to")
-    hand.add_argument("--c", type=cost, default=0.1, help="a draft pass")
-    hand.add_argument("--v", type=cost_curve, default={1: 1.0}, metavar="N:V,N:V", help="target passes over n tokens")
-    hand.add_argument("--alpha", type=fraction, default=0.8, help="chance that a judged guess is accepted")
-    hand.add_argument("--devices", type=at_least(1, 2), default=2, help="that draft and target run on")
-    hand.add_argument("--hit", type=fraction, default=0.8, help="of ssd: share of outcomes foreseen")
-    hand.add_argument("--widest", type=cost, default=1.0, help="of ssd: a draft pass over all answers, in passes over one token")  # fmt: skip
-    hand.add_argument("--wait", type=cost, default=0.0, help="handing over, a round")
-    hand.add_argument("--most", type=at_least(1, 256), default=MOST_AHEAD, help="the largest k and g looked at")
+    parser.add_argument(
+        "-g", "--ahead", type=at_least(1, 64), metavar="G",
+        help="guesses a round of pearl; left out: as many as take as long as their check",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fan", type=at_least(1, 64), default=2,
+        help="of ssd: outcomes foreseen behind each number of accepted guesses",
+    )  # fmt: skip
+    add_hand_options(parser, MOST_AHEAD)
     return parser.parse_args(argv)
+
+
+def check_devices(args) -> None:
+    """Whether the draft's own device is there. Raises UserError."""
+    if args.draft_device is None:
+        return
+    if args.overlap != "device":
+        raise UserError(f"--draft-device {args.draft_device}: goes with --overlap device; give both or neither")
+    try:
+        pick_device(args.draft_device)
+    except UserError as error:
+        raise UserError(str(error).replace("--device", "--draft-device")) from error
 
 
 def check_draft(args, draft: Loaded) -> None:
@@ -271,7 +266,8 @@ def check_draft(args, draft: Loaded) -> None:
             f"--draft {draft.name}: reads the target's states, which are not there while it checks; choose another draft"
         )
     if args.method == "ssd":
-        check_passes(draft, tree_error, "this architecture cannot guess several answers in one pass; take --method pearl", "a pass over five tokens")  # fmt: skip
+        refusal = "this architecture cannot guess several answers in one pass; take --method pearl"
+        check_passes(draft, tree_error, refusal, "a pass over five tokens")
 
 
 @command
@@ -282,6 +278,7 @@ def main(argv=None) -> int:
         return 0
     if args.loop == "essay":
         raise UserError("--loop essay: overlap has a loop of its own; leave it out")
+    check_devices(args)
     texts = chosen_prompts(args)
     with open_run(args, "spec_overlap", texts) as (file, target, (draft,)):
         check_draft(args, draft)

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def test_a_text_that_is_not_the_targets_fails_the_run(pair, results, monkeypatch
         (["--simulate", "--c", "nan"], "--c: 'nan' is not a number of 0 or more"),
         (["--simulate", "--devices", "3"], "--devices"),
         (["-g", "0"], "-g/--ahead"),
+        (["--draft-device", "cpu"], "--draft-device cpu: goes with --overlap device"),
+        (["--overlap", "device", "--draft-device", "tpu"], "--draft-device tpu: unknown"),
     ],
 )
 def test_bad_input_gets_one_line(argv, says, capsys):
@@ -204,6 +207,16 @@ def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, resul
     assert costs["draft_beside"] and set(costs["target_beside"]) == {"1", "3", "6"}
 
 
+def test_a_thread_with_a_device_of_its_own_writes_the_same_text(pair, results, boards):
+    """Another CPU stands for the device."""
+    argv = [*pair, "--workload", "code", "--overlap", "device", "--draft-device", "cpu", "--method", "ssd", "-k", "3"]
+    assert spec_overlap.main(argv) == 0
+    rows = [row for row in document(results)["rows"] if row["part"] == "overlap"]
+    assert [row["method"] for row in rows] == ["chain", "ssd", "ssd, at once", "ssd, by turns"]
+    assert all(row["exact"] and row.get("hit_rate") is not None for row in rows[1:])
+    assert not any("attend" in one.name for one in threading.enumerate())
+
+
 def at_message(monkeypatch, number: int, act) -> None:
     """Do that right before a message of so many is sent."""
     request, sent = Far.request, iter(range(10**6))
@@ -226,7 +239,7 @@ def kill():
 @pytest.mark.parametrize(
     ("act", "code", "status", "says"),
     [
-        (kill, 2, "failed", "error: --overlap process: the draft's process has ended"),
+        (kill, 2, "failed", "error: --overlap: the draft's side has ended"),
         (lambda: signal.raise_signal(signal.SIGINT), 130, "interrupted", "interrupted; call it again"),
     ],
     ids=["killed", "Ctrl-C"],

@@ -1,4 +1,5 @@
-"""The draft in a process of its own: started by `spawn` alone, on cores of its own, timed beside the target, always ended.
+"""The draft in a process or a thread of its own: a process is started by `spawn` alone, on a core of its own; each is timed beside
+the target, and always ended.
 
 The process that was started by the user holds the target and decides what stands. The other ends with it, however it ends: it
 sees its end of the pipe closed, and the memory is taken away by whoever is left. Ctrl-C is the first one's to answer.
@@ -15,7 +16,7 @@ import statistics
 import threading
 from array import array
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 
 from spec_common import first_line, timed
 
@@ -28,7 +29,20 @@ from spec_loop import speculate
 from spec_methods.pearl import pearl_loop
 from spec_methods.policy import FixedK
 from spec_methods.ssd import ForeseeingDrafter
-from spec_methods.wire import FAILED, QUIT, READY, AheadSide, AnswersSide, Board, Far, Sizes, receive, send, serve
+from spec_methods.wire import (
+    FAILED,
+    PATIENCE_S,
+    QUIT,
+    READY,
+    AheadSide,
+    AnswersSide,
+    Board,
+    Far,
+    Sizes,
+    receive,
+    send,
+    serve,
+)
 from spec_models.checks import vocabulary_rows
 
 PING, COSTS, STOP = b"p", b"c", b"x"
@@ -79,20 +93,36 @@ def draft_side(args, device: str, dtype: torch.dtype):
     return AheadSide(draft_model(task, draft.model, 1).drafter), draft.model
 
 
-def work(build: Callable, conn, name: str, sizes: Sizes, core: int | None) -> None:
-    """What the process does. `build()` gives the side and its model."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    board = Board(sizes, name)
+def attend(build: Callable, conn, board: Board, core: int | None) -> None:
+    """What the draft's process or thread does. `build()` gives the side and its model."""
     try:
-        with silent(), one_thread(core):
+        with one_thread(core):
             side, model = build()
             gc.collect()
-            conn.send_bytes(READY)
             more = {PING: lambda: conn.send_bytes(PING), COSTS: lambda: time_passes(conn, board, model)}
-            serve(conn, board, side, torch.device(model.device), more)
+            with own_stream(model.device):
+                conn.send_bytes(READY)
+                serve(conn, board, side, torch.device(model.device), more)
     except Exception as error:
         with contextlib.suppress(OSError):
             conn.send_bytes(FAILED + f"{type(error).__name__}: {first_line(error)}".encode())
+
+
+def own_stream(device: torch.device):
+    """On CUDA a stream that waits for no other; elsewhere nothing."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    torch.cuda.synchronize(device)  # the weights are there before another stream reads them
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def work(build: Callable, conn, name: str, sizes: Sizes, core: int | None) -> None:
+    """The whole life of the draft's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    board = Board(sizes, name)
+    try:
+        with silent():
+            attend(build, conn, board, core)
     finally:
         with contextlib.suppress(BufferError):
             board.close()
@@ -208,6 +238,35 @@ def draft_process(build: Callable, sizes: Sizes):
             board.close()
         else:
             other.end()
+
+
+class DraftThread(DraftProcess):
+    """The thread, seen from the one that started it. It cannot be killed, only waited for."""
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.conn.send_bytes(QUIT)
+        self.process.join(ENDING_S)
+        self.conn.close()
+        self.process.join(PATIENCE_S)
+        self.board.close()
+
+
+@contextlib.contextmanager
+def draft_thread(build: Callable, sizes: Sizes):
+    """A DraftThread as long as this lasts: for a draft on a device of its own, or on the target's in a stream of its own.
+    Raises SideLost."""
+    pinned = cores()
+    here, there = Pipe()
+    board = Board(sizes)
+    thread = threading.Thread(target=attend, args=(build, there, board, pinned and pinned[1]), daemon=True)
+    other = DraftThread(thread, here, board, pinned and pinned[0])
+    thread.start()
+    try:
+        receive(here, None)
+        yield other
+    finally:
+        other.end()
 
 
 @contextlib.contextmanager

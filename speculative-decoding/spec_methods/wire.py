@@ -30,7 +30,7 @@ LAWS = (None, torch.float32, torch.float64)
 
 
 class SideLost(DecodingError):
-    """The draft's process has ended, failed or stopped answering."""
+    """The draft's side has ended, failed or stopped answering."""
 
 
 class Sizes(NamedTuple):
@@ -70,17 +70,21 @@ def set_numbers(part: torch.Tensor, head: list[int], ids: torch.Tensor) -> None:
     part[HEAD : HEAD + len(ids)] = ids
 
 
+def lost(what: str) -> SideLost:
+    return SideLost(f"--overlap: the draft's side {what}; mend that and call again with --resume")
+
+
 def receive(conn, patience: float | None = 0.0) -> bytes:
     """The next message of the draft's side; `patience` in seconds, 0: PATIENCE_S, None: without end. Raises SideLost."""
     patience = PATIENCE_S if patience == 0 else patience
     try:
         message = conn.recv_bytes() if conn.poll(patience) else None
     except (EOFError, OSError) as error:
-        raise SideLost("--overlap process: the draft's process has ended (killed, or out of memory); call again with --resume") from error  # fmt: skip
+        raise lost("has ended (killed, or out of memory)") from error
     if message is None:
-        raise SideLost(f"--overlap process: the draft's process has not answered for {patience:.0f} s; call again with --resume")  # fmt: skip
+        raise lost(f"has not answered for {patience:.0f} s")
     if message[:1] == FAILED:
-        raise SideLost(f"--overlap process: the draft's process failed ({message[1:].decode()}); mend that and call again with --resume")  # fmt: skip
+        raise lost(f"failed ({message[1:].decode()})")
     return message
 
 

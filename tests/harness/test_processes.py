@@ -18,7 +18,7 @@ import torch
 import tiny
 from spec_harness import processes
 from spec_harness.arms import run_speculative
-from spec_harness.processes import cores, draft_process, one_thread
+from spec_harness.processes import cores, draft_process, draft_thread, one_thread
 from spec_loop import ModelDrafter
 from spec_methods.ssd import ForeseeingDrafter
 from spec_methods.wire import AheadSide, AnswersSide, SideLost, Sizes
@@ -115,9 +115,20 @@ def test_a_process_that_waits_two_seconds_changes_nothing(other):
     assert tuple(done.tokens) == tiny.greedy_once(TARGET, tiny.PROMPT, N) and time.monotonic() > started
 
 
-def test_what_fails_over_there_while_loading_is_said_here():
-    with pytest.raises(SideLost, match="MemoryError: cannot allocate memory"), draft_process(build_nothing, SIZES):
+@pytest.mark.parametrize("start", [draft_process, draft_thread])
+def test_what_fails_over_there_while_loading_is_said_here(start):
+    with pytest.raises(SideLost, match="MemoryError: cannot allocate memory"), start(build_nothing, SIZES):
         pytest.fail("it was taken for ready")
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("pearl", 4), ("ssd", 3)])
+def test_a_thread_does_as_a_process_does_and_ends_too(scheme, size):
+    with draft_thread(build_side, SIZES) as found:
+        name = found.board.memory.name
+        done = run_speculative(tiny.task(TARGET, n=N), found.method(scheme, size, False, None)).done
+        assert found.costs(TARGET, 20, [1])["draft_beside"]
+    assert tuple(done.tokens) == tiny.greedy_once(TARGET, tiny.PROMPT, N)
+    assert not found.process.is_alive() and memory_is_gone(name)
 
 
 DECIDES = """
