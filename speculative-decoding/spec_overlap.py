@@ -115,7 +115,7 @@ def sides(args, tasks: list[Task]):
     say("a side of its own for the draft ...")
     build = functools.partial(draft_side, args, args.draft_device or str(tasks[0].device), tasks[0].target.dtype)
     start = draft_process if args.overlap == "process" else draft_thread
-    return start(build, Sizes(room, max(args.k, args.ahead or MOST_AHEAD), 0))
+    return start(build, Sizes(room, max(args.k, args.ahead or MOST_AHEAD), 0), not args.unpinned)
 
 
 def run(args, target: Loaded, draft: Loaded, texts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
@@ -217,6 +217,7 @@ def add_overlap_options(parser) -> None:
         help="process: the draft in a process of its own, one thread and one core each; device: in a thread, on --draft-device; "
         "none: both sides take turns",
     )  # fmt: skip
+    parser.add_argument("--unpinned", action="store_true", help="let the system choose the cores: other work on a core that a side is pinned to delays every message")  # fmt: skip
     parser.add_argument(
         "--draft-device",
         help="of --overlap device: where the draft runs, such as cuda:1; left out: where the target does, in a stream of its own",

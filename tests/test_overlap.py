@@ -190,7 +190,7 @@ def boards(monkeypatch):
 
 
 def overlapped(pair, *more) -> int:
-    return spec_overlap.main([*pair, "--workload", "code", "--overlap", "process", "-g", "3", *more])
+    return spec_overlap.main([*pair, "--workload", "code", "--overlap", "process", "--unpinned", "-g", "3", *more])
 
 
 def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, results, boards, capsys):
@@ -209,11 +209,23 @@ def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, resul
 
 def test_a_thread_with_a_device_of_its_own_writes_the_same_text(pair, results, boards):
     """Another CPU stands for the device."""
-    argv = [*pair, "--workload", "code", "--overlap", "device", "--draft-device", "cpu", "--method", "ssd", "-k", "3"]
+    argv = [
+        *pair,
+        "--workload",
+        "code",
+        "--overlap",
+        "device",
+        "--draft-device",
+        "cpu",
+        "--unpinned",
+        "--method",
+        "ssd",
+    ]
     assert spec_overlap.main(argv) == 0
     rows = [row for row in document(results)["rows"] if row["part"] == "overlap"]
     assert [row["method"] for row in rows] == ["chain", "ssd", "ssd, at once", "ssd, by turns"]
     assert all(row["exact"] and row.get("hit_rate") is not None for row in rows[1:])
+    assert [row["pinned"] for row in rows[2:]] == [False, False]
     assert not any("attend" in one.name for one in threading.enumerate())
 
 

@@ -218,9 +218,10 @@ class DraftProcess:
 
 
 @contextlib.contextmanager
-def draft_process(build: Callable, sizes: Sizes):
-    """A DraftProcess as long as this lasts. `build`, which can be pickled, is called over there. Raises SideLost."""
-    context, pinned = get_context("spawn"), cores()
+def draft_process(build: Callable, sizes: Sizes, pin: bool = True):
+    """A DraftProcess as long as this lasts. `build`, which can be pickled, is called over there. `pin`: each side to
+    a core, where that can be. Raises SideLost."""
+    context, pinned = get_context("spawn"), cores() if pin else None
     here, there = context.Pipe()
     board = Board(sizes)
     process = context.Process(
@@ -253,10 +254,10 @@ class DraftThread(DraftProcess):
 
 
 @contextlib.contextmanager
-def draft_thread(build: Callable, sizes: Sizes):
+def draft_thread(build: Callable, sizes: Sizes, pin: bool = True):
     """A DraftThread as long as this lasts: for a draft on a device of its own, or on the target's in a stream of its own.
     Raises SideLost."""
-    pinned = cores()
+    pinned = cores() if pin else None
     here, there = Pipe()
     board = Board(sizes)
     thread = threading.Thread(target=attend, args=(build, there, board, pinned and pinned[1]), daemon=True)

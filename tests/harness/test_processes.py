@@ -59,7 +59,7 @@ def build_nothing():
 
 @pytest.fixture(scope="module")
 def other():
-    with draft_process(build_side, SIZES) as found:
+    with draft_process(build_side, SIZES, pin=False) as found:  # other work on a core would delay every message
         yield found
 
 
@@ -89,15 +89,18 @@ def test_passes_are_timed_alone_and_beside_one_another(other):
     assert found["message_s"] > 0 and len(found["draft_alone"]) == processes.COST_REPEATS
 
 
-def test_each_side_has_a_core_of_its_own_and_gets_back_what_it_had(other):
+def test_each_side_has_a_core_of_its_own_and_gets_back_what_it_had():
     pinned, threads = cores(), torch.get_num_threads()
     if pinned is None:
         pytest.skip("one core, or a system that cannot pin")
     allowed = os.sched_getaffinity(0)
-    assert os.sched_getaffinity(other.process.pid) == {pinned[1]} and pinned[0] != pinned[1]
+    for pin in (True, False):
+        with draft_thread(build_side, SIZES, pin) as found:
+            there = os.sched_getaffinity(found.process.native_id)
+            assert (there, found.core) == (({pinned[1]}, pinned[0]) if pin else (allowed, None))
     torch.set_num_threads(2)
     with one_thread(pinned[0]):
-        assert os.sched_getaffinity(0) == {pinned[0]} and torch.get_num_threads() == 1
+        assert os.sched_getaffinity(0) == {pinned[0]} != {pinned[1]} and torch.get_num_threads() == 1
     assert os.sched_getaffinity(0) == allowed and torch.get_num_threads() == 2
     torch.set_num_threads(threads)
 
@@ -106,13 +109,12 @@ def test_a_process_that_waits_two_seconds_changes_nothing(other):
     method = other.method("pearl", 4, False, None)
     os.kill(other.process.pid, signal.SIGSTOP)
     try:
-        started = time.monotonic()
         timer = threading.Timer(2.0, os.kill, (other.process.pid, signal.SIGCONT))
         timer.start()
         done = run_speculative(tiny.task(TARGET, n=N), method).done
     finally:
         os.kill(other.process.pid, signal.SIGCONT)
-    assert tuple(done.tokens) == tiny.greedy_once(TARGET, tiny.PROMPT, N) and time.monotonic() > started
+    assert tuple(done.tokens) == tiny.greedy_once(TARGET, tiny.PROMPT, N)
 
 
 @pytest.mark.parametrize("start", [draft_process, draft_thread])
@@ -123,7 +125,7 @@ def test_what_fails_over_there_while_loading_is_said_here(start):
 
 @pytest.mark.parametrize(("scheme", "size"), [("pearl", 4), ("ssd", 3)])
 def test_a_thread_does_as_a_process_does_and_ends_too(scheme, size):
-    with draft_thread(build_side, SIZES) as found:
+    with draft_thread(build_side, SIZES, pin=False) as found:
         name = found.board.memory.name
         done = run_speculative(tiny.task(TARGET, n=N), found.method(scheme, size, False, None)).done
         assert found.costs(TARGET, 20, [1])["draft_beside"]
@@ -151,7 +153,7 @@ def test_a_draft_ends_with_the_process_that_decides_however_that_ends():
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as first:
         pid, name = first.stdout.readline().split()
         first.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30  # for a build that never ends
         while (psutil.pid_exists(int(pid)) or not memory_is_gone(name)) and time.monotonic() < deadline:
             time.sleep(0.05)
     assert not psutil.pid_exists(int(pid)) and memory_is_gone(name)
