@@ -124,8 +124,7 @@ def work(build: Callable, conn, name: str, sizes: Sizes, core: int | None) -> No
         with silent():
             attend(build, conn, board, core)
     finally:
-        with contextlib.suppress(BufferError):
-            board.close()
+        board.close()
 
 
 def time_passes(conn, board: Board, model) -> None:

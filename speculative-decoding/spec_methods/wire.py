@@ -9,6 +9,7 @@ time each takes, the very steps that they do by turns in one process.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
@@ -62,7 +63,8 @@ class Board:
         memory, self.memory = self.memory, None
         if self.own:
             memory.unlink()
-        memory.close()
+        with contextlib.suppress(BufferError):  # an error on its way may still hold a part of it
+            memory.close()
 
 
 def set_numbers(part: torch.Tensor, head: list[int], ids: torch.Tensor) -> None:
