@@ -6,6 +6,7 @@ says where the time went. A run sets itself up (prefill, the drafter's too) outs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Method:
     drafter: object
     policy: object
     rule: object = field(default_factory=Greedy)
+    decode: Callable[..., Decoded] = speculate  # another loop takes what `speculate` takes
 
     @property
     def k(self) -> int:
@@ -135,6 +137,6 @@ def run_speculative(task: Task, method: Method, watched: bool = False, go_on: bo
     return on_the_clock(
         task,
         start,
-        lambda state: speculate(task.target, drafter, state, task.n_tokens, rule, policy, **options),
+        lambda state: method.decode(task.target, drafter, state, task.n_tokens, rule, policy, **options),
         watched,
     )

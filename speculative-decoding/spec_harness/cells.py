@@ -12,6 +12,10 @@ from spec_harness.costs import passes_within
 from spec_harness.theory import cost_speedup, drafting_cost, forecast_speedup, leviathan_speedup, measured_v
 from spec_methods.policy import FixedK
 
+OVERLAPPED = (
+    "foresee",
+    "wait",
+)  # phases that only an overlapped run has: answers made beforehand, waiting for the draft
 ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
 
 
@@ -87,13 +91,15 @@ def where_time_went(plain: Run, fast: Run) -> dict:
     draft, verify, target = fast.watch.seconds("draft"), fast.watch.seconds("verify"), plain.watch.seconds("target")
     draft = sorted(draft)[max(0, len(draft) - fast.done.draft_passes) :]  # of a pass that makes several guesses the first lap is all
     whole, plain_whole = sum(fast.watch.seconds()), sum(plain.watch.seconds())
-    overhead = whole - sum(draft) - sum(verify)
+    beside = {f"{phase}_s": sum(laps) for phase in OVERLAPPED if (laps := fast.watch.seconds(phase))}
+    overhead = whole - sum(draft) - sum(verify) - sum(beside.values())
     row = {
         "target_pass_ms": 1000 * statistics.median(target),
         "draft_pass_ms": 1000 * statistics.median(draft) if draft else None,
         "verify_pass_ms": 1000 * statistics.median(verify),
         "draft_s": sum(draft),
         "verify_s": sum(verify),
+        **beside,
         "overhead_s": overhead,
         "overhead_share": overhead / whole,
         "baseline_overhead_share": 1 - sum(target) / plain_whole,

@@ -49,3 +49,8 @@ def essay_cost(n: int) -> float | None:
 
 def essay_draft(name: str) -> dict:
     return next((row for row in FIGURES["drafts"] if row["draft"] == name), {})
+
+
+def essay_at_once() -> float:
+    """Both models from two threads on one queue, over taking turns."""
+    return FIGURES["overlap"]["two_threads_one_mps_queue"]

@@ -46,8 +46,14 @@ class Ahead:
 
     `g`: guesses a round. `reach`: the longest text that both models are defined for; None: any."""
 
+    taps, confident = (), False
+
     def __init__(self, drafter, g: int, reach: int | None = None):
         self.drafter, self.g, self.reach = drafter, g, reach
+
+    @property
+    def work(self) -> Work:
+        return self.drafter.work
 
     def start(self, state: State) -> None:
         """Read all but the last token of the text; no guess reaches past the room that `state` has."""
@@ -55,6 +61,9 @@ class Ahead:
         self.most = room if self.reach is None else min(room, self.reach)
         self.view = State(state.ids.clone(), state.length, None, watch=lambda *lap: state.watch(*lap))
         self.drafter.start(replace(self.view, length=min(state.length, self.most)))
+
+    def ask(self) -> None:
+        """A side in another process begins its guesses here; this one makes them when they are waited for."""
 
     def go_on(self) -> Proposal:
         """Up to g guesses behind the view, which takes them in."""
@@ -112,13 +121,28 @@ class Checker:
 
 @torch.inference_mode()
 def pearl(
-    target, ahead: Ahead, state: State, n_tokens: int, rule, ends: Sequence[int] | frozenset[int] = frozenset()
-) -> Decoded:
-    """Both sides by turns, the draft's first. `ahead` has been started. The passes and texts of every schedule are these."""
+    target, ahead, state: State, n_tokens: int, rule, ends: Sequence[int] | frozenset[int] = frozenset(),
+    at_once: bool = False,
+) -> Decoded:  # fmt: skip
+    """Both sides by turns, the draft's first; `at_once`: the guesses are waited for behind the target's pass, for an `ahead`
+    that makes them elsewhere meanwhile. It has been started. The passes and texts of every schedule are these."""
     side = Checker(target, state, n_tokens, rule, frozenset(ends))
     while not side.finished:
-        before = ahead.drafter.work
-        made = ahead.go_on()
-        news = side.settle(side.check(), made, ahead.drafter.work.since(before))
-        ahead.hear(news)
+        before = ahead.work
+        ahead.ask()
+        if at_once:
+            out = side.check()
+            made = ahead.go_on()
+        else:
+            made = ahead.go_on()
+            out = side.check()
+        ahead.hear(side.settle(out, made, ahead.work.since(before)))
     return side.done
+
+
+def pearl_loop(
+    target, ahead, state: State, n_tokens: int, rule, policy, *, loop: str, ends: frozenset[int], limit: int | None,
+    at_once: bool = False,
+) -> Decoded:  # fmt: skip
+    """`pearl` in the place of `speculate` (spec_loop.py), whose policy, form of the loop and limit it has no use for."""
+    return pearl(target, ahead, state, n_tokens, rule, ends, at_once)
