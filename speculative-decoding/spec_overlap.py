@@ -22,7 +22,7 @@ from spec_cli import at_least, command, make_parser
 from spec_decode import Cell, measure_all
 from spec_harness.arms import Method, Task, draft_model
 from spec_harness.cells import find_or_measure, pooled, ratio
-from spec_harness.costs import costs_at, inside_limit, measure_costs
+from spec_harness.costs import costs_at, draft_reads, inside_limit, measure_costs
 from spec_harness.essay import essay_at_once
 from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
 from spec_harness.overlap_by_hand import add_hand_options, simulate
@@ -103,7 +103,7 @@ def measure_beside(file: ResultFile, other: DraftProcess, tasks: list[Task], arg
     context = max(task.context for task in tasks)
     sizes = sorted({1, args.k + 1, args.ahead or MOST_AHEAD})
     where = {"part": "costs beside", "at": context}
-    context, sizes = inside_limit(context, sizes, tasks[0].limit)
+    context, sizes = inside_limit(context, sizes, tasks[0].limit, draft_reads(None))
     return file.find(**where) or file.add({**where, **other.costs(tasks[0].target, context, sizes)})
 
 

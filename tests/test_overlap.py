@@ -110,18 +110,18 @@ def test_costs_by_hand_say_what_a_second_device_would_do(capsys):
 
 
 def test_the_account_of_pearl_counts_a_pass_over_as_many_tokens_as_it_judged():
-    costs = {"c": 0.5, "c_first": 0.5, "c_next": 0.5, "c2": 0.5, "v": {1: 1.0, 2: 2.0, 3: 3.0}, "target_pass_s": 1.0}
+    costs = {"c": 0.5, "c_places": [0.5], "c2": 0.5, "v": {1: 1.0, 2: 2.0, 3: 3.0}, "target_pass_s": 1.0}
     row = {
-        "alpha": 0.5, "k": 2, "emitted": 6, "target_passes": 3, "draft_passes": 4, "draft_rounds": 3, "draft_tokens_read": 4,
+        "alpha": 0.5, "k": 2, "emitted": 6, "target_passes": 3, "draft_passes": 4, "drafting_lengths": [1, 2, 1], "draft_tokens_read": 4,
         "proposed_lengths": [1, 3, 0], "overhead_s": 0.0, "baseline_overhead_share": 0.0,
     }  # fmt: skip
     assert by_turns("pearl", row, costs) == pytest.approx(6 / (4 * 0.5 + 1 + 3 + 1))
     assert by_turns("chain", row, costs) == pytest.approx(6 / (4 * 0.5 + 2 + 4 + 1))
 
 
-COSTS = {"c": 0.5, "c_first": 0.5, "c_next": 0.5, "c2": 0.5, "v": {1: 1.0, 2: 2.0, 3: 3.0}, "target_pass_s": 0.1}
+COSTS = {"c": 0.5, "c_places": [0.5], "c2": 0.5, "v": {1: 1.0, 2: 2.0, 3: 3.0}, "target_pass_s": 0.1}
 COUNTED = {
-    "alpha": 1.0, "k": 2, "emitted": 6, "target_passes": 3, "draft_passes": 6, "draft_rounds": 3, "draft_tokens_read": 6,
+    "alpha": 1.0, "k": 2, "emitted": 6, "target_passes": 3, "draft_passes": 6, "drafting_lengths": [2, 2, 2], "draft_tokens_read": 6,
     "proposed_lengths": [2, 2, 2], "overhead_s": 0.03, "baseline_overhead_share": 0.0, "speedup": 0.5, "hit_rate": 0.5, "foresee_s": 0.6,
 }  # fmt: skip
 

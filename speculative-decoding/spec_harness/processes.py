@@ -23,7 +23,7 @@ from spec_common import first_line, timed
 import torch
 
 from spec_harness.arms import Method, Task, draft_model
-from spec_harness.costs import COST_REPEATS, COST_WARMUP, DRAFT_READS, pass_seconds, random_ids, timed_pass, warm_cache
+from spec_harness.costs import COST_REPEATS, COST_WARMUP, draft_reads, pass_seconds, random_ids, timed_pass, warm_cache
 from spec_harness.options import load_one_draft
 from spec_loop import speculate
 from spec_methods.pearl import pearl_loop
@@ -189,7 +189,7 @@ class DraftProcess:
         """Seconds of passes on one thread each, alone and while the other side runs; and of a message."""
         with self.passes(context, COST_REPEATS) as draft_alone:
             pass
-        ids = random_ids([target], context + max(*sizes, DRAFT_READS))
+        ids = random_ids([target], context + max(*sizes, draft_reads(None)))
         measure = functools.partial(
             pass_seconds, target, None, ids, context, sizes, COST_REPEATS, COST_WARMUP, flag="--n-tokens"
         )
