@@ -21,12 +21,14 @@ from spec_bench import verdict as bench_verdict
 from spec_cli import Help, Parser, command
 from spec_drafts import table as draft_table
 from spec_drafts import verdict as draft_verdict
-from spec_harness.advice import NEARLY_FREE
+from spec_harness.claims import essay_claims, further_claims, part
 from spec_harness.compare import read_document
 from spec_harness.rounding import COLUMNS as ROUNDING
 from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, turns_of, what_it_does
 from spec_harness.variants import table as variants_table
 from spec_lookup import table as lookup_table
+from spec_overlap import table as overlap_table
+from spec_overlap import verdict as overlap_verdict
 from spec_precondition import cost_table
 from spec_sampling import block_table
 from spec_sampling import table as sampling_table
@@ -34,7 +36,7 @@ from spec_sampling import table as sampling_table
 ROOT = HERE.parent
 PAGES = {"readme": ROOT / "README.md", "results": ROOT / "RESULTS.md", "card": HERE / "drafts" / "MODEL_CARD.md"}
 NAMES = ("one_pass", "precondition", "precondition_bfloat16", "decode", "decode_tree", "bench", "drafts",
-         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "lookup_suffix", "adaptive", "batch", "rounding_bfloat16", "rounding_float16")  # fmt: skip
+         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "lookup_suffix", "adaptive", "batch", "overlap", "rounding_bfloat16", "rounding_float16")  # fmt: skip
 
 
 def load_all(folder: Path) -> dict[str, dict]:
@@ -45,11 +47,6 @@ def load_all(folder: Path) -> dict[str, dict]:
     if not found:
         raise UserError(f"--results {folder}: no finished result file in it; run `make results`")
     return found
-
-
-def part(document: dict, name: str) -> list[dict]:
-    """The rows of one part of a result file that could be measured."""
-    return [row for row in document["rows"] if row.get("part") == name and not row.get("error")]
 
 
 def where_measured(bench: dict) -> str:
@@ -96,6 +93,8 @@ def slower_cells(all_of: dict) -> str:
         named_rows += [(f"sampling at temperature {row['temperature']:g}, k = {k}", row) for row in warm if not row["error"]]
     if "lookup" in all_of:
         named_rows += [(f"{row['text']} by {row['method']}", row) for row in part(all_of["lookup"], "look-up")]
+    if "overlap" in all_of:
+        named_rows += [(f"{row['text']} by {row['method']}", row) for row in part(all_of["overlap"], "overlap") if row["method"] != "chain"]
     if "batch" in all_of:
         k = all_of["batch"]["config"]["k"]
         named_rows += [(f"a batch of {row['batch']}, k = {k}", row) for row in part(all_of["batch"], "batch")]
@@ -103,82 +102,6 @@ def slower_cells(all_of: dict) -> str:
     if not slow:
         return "No cell measured here is slower than the target alone beyond the noise."
     return "\n".join(["Slower than the target alone, beyond the noise:", "", *(f"- {line}" for line in dict.fromkeys(slow))])
-
-
-def named(where: dict, empty: str = "nowhere here") -> str:
-    return ", ".join(f"{text} {speedup:.2f}x" for text, speedup in where.items()) or empty
-
-
-def by_verdict(rows: list[dict], name, kind: str) -> str:
-    found = {name(row): row["speedup"] for row in rows if not row.get("error") and judge_speed(row) == kind}
-    return named(found, "none")
-
-
-def both_forms(cost: dict) -> dict[str, str]:
-    """V(8) and a pass over one token of each form of pass, measured in the same turns: what dispatch costs."""
-    forms: dict[str, dict] = {}
-    for one in cost["summary"].get("compared", {}).get("forms of pass") or []:
-        forms.setdefault(one["variant"], {})[one["tokens"]] = one
-    return {name: f"V(8) = {rows[8]['v']:.2f} at {rows[1]['pass_ms']:.1f} ms a pass" for name, rows in forms.items()}
-
-
-def essay_claims(all_of: dict) -> dict[str, str]:
-    """The short figures of the README's first table."""
-    found = {}
-    if one_pass := all_of.get("one_pass"):
-        found["one_pass"] = f"largest difference {one_pass['summary']['largest_difference_alone']:.4f} in a logit, rounding"
-    if cost := all_of.get("precondition"):
-        v, free = {one["tokens"]: one["v"] for one in cost["rows"]}, cost["summary"]["nearly_free_up_to"]
-        found["precondition"] = f"V(4) = {v[4]:.2f}, V(8) = {v[8]:.2f}; nearly free (V <= {NEARLY_FREE}) up to {free} tokens"
-        found["precondition"] += "".join(f"; {form}: {words}" for form, words in both_forms(cost).items())
-    for name, key in (("decode", "decode"), ("decode_tree", "tree")):
-        if name in all_of:
-            row, nodes = part(all_of[name], "decode")[0], all_of[name]["config"]["tree"]
-            exact = "token for token the same" if row["exact"] else "near-ties excused"
-            found[key] = (f"{row['workload']}, k = {row['k']}{f', up to {nodes} nodes' if nodes else ''}: {row['emitted']} tokens in "
-                          f"{row['target_passes']} passes, {speed_words(row)}; {exact}")  # fmt: skip
-    if bench := all_of.get("bench"):
-        usual = [one for one in part(bench, "workload") if one["k"] == USUAL_K]
-        low, high = (pick(usual, key=lambda one: one["speedup"]) for pick in (min, max))
-        best = bench["summary"]
-        found["bench"] = (f"best k on {bench['config']['workload']} {best['best_k']}; at k = {USUAL_K} from {low['speedup']:.2f}x ({low['workload']}) to "
-                          f"{high['speedup']:.2f}x ({high['workload']}); costs account for it to {best['prediction_error_median']:+.3f} in the median")  # fmt: skip
-    if drafts := all_of.get("drafts"):
-        ranked = sorted((one for one in drafts["summary"]["drafts"] if not one["error"]), key=lambda one: -one["speedup"])
-        found["drafts"] = "; ".join(f"{one['draft']} {one['speedup']:.2f}x (alpha {one['alpha'] or 0:.2f}, c {one['c']:.2f})" for one in ranked)
-    return found
-
-
-def short_of_fixed(arms: list[dict]) -> str:
-    """The texts on which `cost` is more than 3 % below the best fixed k of that text."""
-    found = {}
-    for text in dict.fromkeys(one["text"] for one in arms if one["text"] != "all"):
-        speeds = {one["arm"]: one["speedup"] for one in arms if one["text"] == text}
-        found[text] = speeds["cost"] / max(speed for arm, speed in speeds.items() if arm.startswith("k = "))
-    short = ", ".join(text for text, share in found.items() if share < CLOSE)
-    return f"more than 3 % below the best fixed k of {short}" if short else "within 3 % of the best fixed k on every text"
-
-
-def further_claims(all_of: dict) -> dict[str, str]:
-    """The short figures of the README's second table: where a method is faster than the target alone, and where slower."""
-    found = {}
-    if "sampling" in all_of:
-        warm = all_of["sampling"]["summary"]["temperatures"]
-        temperature = lambda one: f"temperature {one['temperature']:g}"  # noqa: E731
-        found |= {"m_sampling": by_verdict(warm, temperature, "faster"), "l_sampling": by_verdict(warm, temperature, "slower")}
-    if "lookup" in all_of:
-        where = all_of["lookup"]["summary"]["where"]
-        for name in ("lookup", "hybrid"):
-            found |= {f"m_{name}": named(where[name]["faster"]), f"l_{name}": named(where[name]["slower"])}
-    if "adaptive" in all_of:
-        total = {one["arm"]: one for one in all_of["adaptive"]["summary"]["arms"] if one["text"] == "all"}
-        first = max((arm for arm in total if arm.startswith("k = ")), key=lambda arm: total[arm]["speedup"])
-        found["m_adaptive"] = (f"over all texts: cost {total['cost']['speedup']:.2f}x, confidence {total['confidence']['speedup']:.2f}x, "
-                               f"the best fixed k ({first}) {total[first]['speedup']:.2f}x; cost is {short_of_fixed(all_of['adaptive']['summary']['arms'])}")  # fmt: skip
-    if "batch" in all_of:
-        rows, size = part(all_of["batch"], "batch"), lambda one: f"a batch of {one['batch']}"
-        found |= {"m_batch": by_verdict(rows, size, "faster"), "l_batch": by_verdict(rows, size, "slower")}
-    return found
 
 
 def tables(all_of: dict) -> dict[str, str]:
@@ -224,6 +147,8 @@ def further_tables(all_of: dict) -> dict[str, str]:
         found |= {"adaptive_table": adaptive_table(arms, "all", wide=True), "adaptive_texts": by_text(arms, texts)}
     if "batch" in all_of:
         found["batch_table"] = batch_tables(part(all_of["batch"], "batch"), wide=True)
+    if "overlap" in all_of:
+        found |= {"overlap_table": overlap_table(part(all_of["overlap"], "overlap"), wide=True), "overlap_words": overlap_verdict(all_of["overlap"]["summary"])}
     rounding = [row for name in ("rounding_bfloat16", "rounding_float16") for row in all_of.get(name, {"rows": []})["rows"]]
     if rounding:
         shown = [row for row in rounding if row["rows"] == USUAL_K + 1]
@@ -284,7 +209,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     all_of = load_all(args.results)
     measured_by_one_code(all_of)
-    values, stale = essay_claims(all_of) | further_claims(all_of) | tables(all_of), []
+    values, stale = essay_claims(all_of, USUAL_K) | further_claims(all_of, CLOSE) | tables(all_of), []
     for page in PAGES.values():
         text = page.read_text(encoding="utf-8")
         new = filled(text, values)

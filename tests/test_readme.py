@@ -13,6 +13,7 @@ import pytest
 
 import spec_report
 from spec_harness.charts import CHARTS
+from spec_harness.claims import essay_claims, further_claims
 from spec_harness.drawing import THEMES
 from spec_harness.results import measured_hash
 
@@ -144,28 +145,28 @@ def test_a_failed_cell_and_one_of_too_few_turns_can_be_shown():
     every.setdefault("drafts", none)["summary"]["drafts"].append(failed)
     for row in every.get("sampling", {"summary": {"temperatures": []}})["summary"]["temperatures"]:
         row.update(speedup_low=None, speedup_high=None, aa_low=None, aa_high=None)
-    shown = spec_report.essay_claims(every) | spec_report.further_claims(every) | spec_report.tables(every)
+    shown = essay_claims(every, spec_report.USUAL_K) | further_claims(every, spec_report.CLOSE) | spec_report.tables(every)
     assert "out of memory" in shown["draft_table"] and shown.get("m_sampling", "none") == "none"
     every["bench"]["rows"].append({"part": "workload", "workload": "code", "k": 5, "speedup": None, "error": "out of memory"})
-    assert spec_report.essay_claims(every)["bench"] == shown["bench"], "a cell that failed has no figure to stand among them"
+    assert essay_claims(every, spec_report.USUAL_K)["bench"] == shown["bench"], "a cell that failed has no figure to stand among them"
 
 
 def test_words_about_a_row_come_from_the_row():
     every = committed()
     row = next(row for row in every["decode"]["rows"] if row.get("part") == "decode")
-    assert f"{row['workload']}, k = {row['k']}" in spec_report.essay_claims(every)["decode"]
+    assert f"{row['workload']}, k = {row['k']}" in essay_claims(every, spec_report.USUAL_K)["decode"]
     row.update(exact=False, near_ties=[{"index": 1}], workload="another text")
-    said = spec_report.essay_claims(every)["decode"]
+    said = essay_claims(every, spec_report.USUAL_K)["decode"]
     assert "token for token" not in said and "another text" in said
 
 
 def test_what_was_not_measured_says_so_and_every_marker_is_known():
     text = "a <!-- tree --><!-- /tree --> <!-- costs -->\nold\n<!-- /costs -->"
     assert spec_report.filled(text, {"costs": "new"}) == "a <!-- tree -->not measured yet; `make results` does<!-- /tree --> <!-- costs -->\nnew\n<!-- /costs -->"
-    source = (ROOT / "speculative-decoding" / "spec_report.py").read_text()
+    source = "".join((ROOT / "speculative-decoding" / name).read_text() for name in ("spec_report.py", "spec_harness/claims.py"))
     for page in spec_report.PAGES.values():
         for name in re.findall(r"<!-- (\w+) -->", page.read_text(encoding="utf-8")):
-            assert f'"{name}"' in source or name.startswith("from_") or name[2:] in ("lookup", "hybrid"), name
+            assert f'"{name}"' in source or name.startswith("from_") or name[2:] in ("lookup", "hybrid", "overlap"), name
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
