@@ -1,26 +1,32 @@
-"""Train a draft that reads what the target thinks (EAGLE), on the shards that ordinary drafts are trained on.
+"""Train a draft that reads what the target thinks (EAGLE, Medusa), on the shards that ordinary drafts are trained on.
 
 A shard holds the target's final normed state at every position, which is the feature that the draft reads, so nothing of the
-target runs while it trains. It is unrolled: it learns to go on from its own states too, as deep as `--depths` says.
+target runs while it trains. EAGLE is unrolled: it learns to go on from its own states too, as deep as `--depths` says.
+Medusa's heads learn what the target thinks 1, 2, ... `--heads` places further on.
 
     python -m draft_training.make_head --target FOLDER --data data --out eagle --layers 0,1,23 --grow draft-s.safetensors
     python -m draft_training.make_head --target FOLDER --data data --out eagle --layers 29     # one layer, as published
+    python -m draft_training.make_head --kind medusa --target FOLDER --data data --out medusa --state 0
 """
 
 import json
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 from spec_common import UserError
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draft_training.ahead import medusa_agreement, medusa_states, rank_shares
 from draft_training.checkpoint import save_state
 from draft_training.data import target_folder
 from draft_training.judge import held_out
 from draft_training.train import Lesson, grow, log_start, prepare, report, shards_of, shards_parser, train
 from spec_cli import at_least, command
 from spec_models.eagle import build_eagle, new_eagle, save_eagle
+from spec_models.medusa import MEDUSA, Medusa, build_medusa, save_medusa
 
 
 def eagle_states(eagle, shards, batch, depths, generator):
@@ -61,8 +67,40 @@ def eagle_agreement(eagle, rows, depths):
     return table | {f"guess {depth + 1}": sum(found) / max(1, len(found)) for depth, found in enumerate(deep)}
 
 
+class Kind(NamedTuple):
+    """How a kind of head begins, is taught, written and read again; its file has its name."""
+
+    begin: Callable  # (args, target) -> an untrained one
+    lesson: Callable  # (args) -> Lesson
+    save: Callable  # (path, head, target, card)
+    build: Callable  # (path, target)
+
+
+def begin_eagle(args, target):
+    """As the target's layers, or a trained draft's."""
+    eagle = new_eagle(target, args.layers)
+    if args.grow:
+        grow(eagle.body, args.layers, args.grow)
+    return eagle
+
+
+def eagle_lesson(args):
+    return Lesson(
+        lambda draft, shards, batch, generator: eagle_states(draft, shards, batch, args.depths, generator),
+        lambda draft, judged: eagle_agreement(draft, judged, args.depths),
+    )
+
+
+KINDS = {
+    "eagle": Kind(begin_eagle, eagle_lesson, save_eagle, build_eagle),
+    MEDUSA: Kind(lambda args, target: Medusa(target, args.heads), lambda args: Lesson(medusa_states, medusa_agreement), save_medusa, build_medusa),
+}
+
+
 def parse_args(argv):
     parser = shards_parser(__doc__)
+    parser.add_argument("--kind", choices=tuple(KINDS), default="eagle", help="what is trained")
+    parser.add_argument("--heads", type=at_least(1, 16), default=4, help="of Medusa: how many, one for each place ahead")
     parser.add_argument("--depths", type=at_least(1, 16), default=3, help="guesses ahead that it is trained for")
     return parser.parse_args(argv)
 
@@ -75,18 +113,22 @@ def load_target(args):
         raise UserError(f"--target {args.target}: made for a Llama with a tied head; give another model")
     if args.guesses > 1:
         raise UserError("--guesses: one pass makes one guess here; leave it out, or train a draft with draft_training.train")
+    if args.kind == MEDUSA and args.grow:
+        raise UserError("--grow: Medusa's heads have no layers to begin from; leave it out")
     if max(args.layers) >= target.config.num_hidden_layers:
         raise UserError(f"--layers: the target has layers 0 to {target.config.num_hidden_layers - 1}")
     return target
 
 
-def export(args, eagle, target, rows, card):
+def export(args, head, target, rows, card):
     """Write the draft's file; its card says what the int8 file itself agrees with, so it is read back and written again."""
-    path = args.out / "eagle.safetensors"
-    save_eagle(path, eagle, target, card)
-    table = eagle_agreement(build_eagle(path, target), rows, args.depths)
-    card = card | {"agreement": {name: round(share, 4) for name, share in table.items()}}
-    save_eagle(path, eagle, target, card)
+    path, kind = args.out / f"{args.kind}.safetensors", KINDS[args.kind]
+    kind.save(path, head, target, card)
+    again = kind.build(path, target)
+    card = card | {"agreement": {name: round(share, 4) for name, share in kind.lesson(args).judge(again, rows).items()}}
+    if args.kind == MEDUSA:
+        head.ranks = [[round(share, 4) for share in shares] for shares in rank_shares(again, rows)]
+    kind.save(path, head, target, card)
     return card
 
 
@@ -99,22 +141,18 @@ def main(argv=None):
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     rows = with_features(target, held_out(target, tokenizer, args.data / "held_out.json", args.prompts))
-    eagle = new_eagle(target, args.layers)
-    if args.grow:
-        grow(eagle.body, args.layers, args.grow)
-    lesson = Lesson(
-        lambda draft, shards, batch, generator: eagle_states(draft, shards, batch, args.depths, generator),
-        lambda draft, judged: eagle_agreement(draft, judged, args.depths),
-    )
-    optimizer, progress = prepare(args, eagle)
+    kind = KINDS[args.kind]
+    head, lesson = kind.begin(args, target), kind.lesson(args)
+    optimizer, progress = prepare(args, head)
     shards = shards_of(args, tokenizer, rows)
     log_start(args, shards)
-    finished = train(args, eagle, lesson, optimizer, shards, rows, progress)
-    save_state(args.out / "state.pt", eagle, optimizer, progress)
-    report(args, eagle, lesson, rows, progress)
+    finished = train(args, head, lesson, optimizer, shards, rows, progress)
+    save_state(args.out / "state.pt", head, optimizer, progress)
+    report(args, head, lesson, rows, progress)
     card = {"tokens": progress["tokens"], "steps": progress["step"], "data_tokens": shards.tokens}
-    card |= {"depths": args.depths, "cpu_minutes": round(progress["cpu_s"] / 60, 1)}
-    print(json.dumps({"finished": finished, **export(args, eagle, target, rows, card)}))
+    card |= {"heads": args.heads} if args.kind == MEDUSA else {"depths": args.depths}
+    card |= {"cpu_minutes": round(progress["cpu_s"] / 60, 1)}
+    print(json.dumps({"finished": finished, **export(args, head, target, rows, card)}))
     return 0
 
 

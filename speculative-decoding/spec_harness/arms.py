@@ -17,11 +17,13 @@ import torch
 from spec_counts import Decoded
 from spec_loop import Greedy, ModelDrafter, State, baseline, prefill, speculate
 from spec_methods.eagle import EagleDrafter
+from spec_methods.medusa import MedusaDrafter
 from spec_methods.parallel import OnePassDrafter
 from spec_methods.policy import FixedK
 from spec_models.checks import vocabulary_rows
 from spec_models.eagle import Eagle
 from spec_models.masked import guesses_at_once
+from spec_models.medusa import Medusa
 
 
 @dataclass
@@ -71,9 +73,12 @@ class Method:
 
 
 def draft_model(task: Task, draft, k: int, rule=None) -> Method:
-    """The plain method: `draft` guesses k tokens a round, each in a pass of its own or, where it reads masks, all in one."""
+    """The plain method: `draft` guesses k tokens a round, each in a pass of its own; where it reads masks all in one; Medusa's
+    heads without one."""
     rule = rule or Greedy()
     options = {"target_rows": vocabulary_rows(task.target), "read_last": task.loop == "essay", "rule": rule}
+    if isinstance(draft, Medusa):
+        return Method(MedusaDrafter(draft, task.target, options["target_rows"]), FixedK(k), rule)
     if isinstance(draft, Eagle):
         return Method(EagleDrafter(draft, task.target, **options), FixedK(k), rule)
     drafter = OnePassDrafter if guesses_at_once(draft) else ModelDrafter

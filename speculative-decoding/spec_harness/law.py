@@ -128,7 +128,8 @@ def drawn_pairs(task: Task, method: Method, draws: Iterable) -> Iterator[tuple[i
         yield tuple(done.tokens)
         state.length = length
         keep_slots(state.cache, length - 1)
-        keep_slots(drafter.cache, length - 1)
+        if hasattr(drafter, "cache"):  # Medusa's heads keep none
+            keep_slots(drafter.cache, length - 1)
         vars(drafter).update(begun)
 
 

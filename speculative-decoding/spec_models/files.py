@@ -128,6 +128,8 @@ def read_draft(path):
 def build_draft(path, target):
     """The draft as a model in memory, sharing the values of the target's embedding and head."""
     states, metadata = read_draft(path)
+    if metadata.get("kind"):
+        raise ValueError(f"{path}: of the kind {metadata['kind']}, no draft of its own")
     if not same_target(metadata["target"], target):
         raise ValueError(f"{path} was trained for another target: the entries of its embedding differ from this one's")
     draft = LlamaForCausalLM(LlamaConfig(**metadata["config"]))

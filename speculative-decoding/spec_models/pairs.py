@@ -28,6 +28,7 @@ from spec_models.find import EMBEDDED
 from spec_models.graph import GraphLlama, captures
 from spec_models.load import linear_kind, load, pack_linear
 from spec_models.masked import read_masks
+from spec_models.medusa import MEDUSA, Medusa, build_medusa
 from spec_models.vocab import cut_head, frequent_ids
 from spec_models.words import check_same_tokenizer
 
@@ -41,6 +42,7 @@ PAIRS = {
     "smollm2": (EMBEDDED, "draft-s"),
     "essay": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
 }
+HEADS = {KIND: build_eagle, MEDUSA: build_medusa}  # what reads the target's states
 PASSES = ("auto", "fused", "graph", "plain")
 
 
@@ -77,9 +79,9 @@ def draft_file(target: Loaded, path: Path, name: str, allow: bool = False) -> Lo
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"--draft {name}: not a file of draft_training ({first_line(error)})") from error
     if own:
-        build = build_eagle if kind == KIND else build_draft
+        build = HEADS.get(kind, build_draft)
         return own_draft(target, build(path, model).to(model.device, model.dtype), name, about)
-    if kind == KIND:
+    if kind in HEADS:
         raise UserError(f"--draft {name}: a head that reads the states of {EMBEDDED} serves no other target; choose another draft")
     origin = load(EMBEDDED, "--draft", model.device, model.dtype)
     try:
@@ -213,6 +215,8 @@ def versions(args, target: Loaded, draft: Loaded, heads: list[int | None]) -> li
 
 def pack(args, target: Loaded, drafts: list[Loaded], kind: str) -> None:
     """One form of pass for all of them, all linear layers packed once, and every model tried out. Raises UserError."""
+    if heads := next((one.name for one in drafts if isinstance(one.model, Medusa)), None):
+        raise UserError(f"--draft {heads}: Medusa's heads make no pass of their own, which this script times; choose another draft")
     if args.draft_vocab_text is not None and not any(one.about["draft_vocab"] for one in drafts):
         raise UserError("--draft-vocab-text: no head is cut; say how many ids with --draft-vocab N, or leave it out")
     every, done, tried = [target, *drafts], {}, {}
