@@ -292,16 +292,17 @@ class ModelDrafter:
         if state.length > 1 and not self.blind:
             forward(self.model, state.ids[:, : state.length - 1], self.cache)
 
-    def read(self, fed: torch.Tensor) -> Pass:
+    def read(self, state: State, fed: torch.Tensor) -> Pass:
         """One pass over `fed` (1, n)."""
-        return forward(self.model, fed, self.cache)
+        out = forward(self.model, fed, self.cache)
+        state.watch("draft")
+        return out
 
     def propose(self, state: State, budget: Budget) -> Proposal:
         """Up to `budget.depth` guesses; fewer where the budget has enough."""
         made, guesses, fed = Proposal(state.ids[0, :0]), [], state.unread(self.cache)
         while len(guesses) < budget.depth and not self.blind:
-            out = self.read(fed)
-            state.watch("draft")
+            out = self.read(state, fed)
             row = out.logits[:, -1]
             picked, law = self.rule.choose(row, self.ids.sayable)
             fed = self.ids.of(picked)[None]
@@ -314,8 +315,7 @@ class ModelDrafter:
         if guesses:
             made.tokens = torch.cat(guesses)
             if self.read_last:
-                self.read(fed)
-                state.watch("draft")
+                self.read(state, fed)
         return made
 
     def confidence(self, row: torch.Tensor, picked: torch.Tensor, law: torch.Tensor | None) -> float:

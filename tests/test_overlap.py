@@ -117,6 +117,8 @@ def test_the_account_of_pearl_counts_a_pass_over_as_many_tokens_as_it_judged():
     }  # fmt: skip
     assert by_turns("pearl", row, costs) == pytest.approx(6 / (4 * 0.5 + 1 + 3 + 1))
     assert by_turns("chain", row, costs) == pytest.approx(6 / (4 * 0.5 + 2 + 4 + 1))
+    at_once = {**costs, "c_places": [0.5, 0.1], "one_pass": True}  # four guesses in two passes
+    assert by_turns("pearl", row, at_once) == pytest.approx(6 / (0.5 + 0.5 + 2 * 0.1 + 1 + 3 + 1))
 
 
 COSTS = {"c": 0.5, "c_places": [0.5], "c2": 0.5, "v": {1: 1.0, 2: 2.0, 3: 3.0}, "target_pass_s": 0.1}

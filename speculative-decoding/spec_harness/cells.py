@@ -12,10 +12,7 @@ from spec_harness.costs import passes_within
 from spec_harness.theory import cost_speedup, drafting_cost, forecast_speedup, leviathan_speedup, measured_v
 from spec_methods.policy import FixedK
 
-OVERLAPPED = (
-    "foresee",
-    "wait",
-)  # phases that only an overlapped run has: answers made beforehand, waiting for the draft
+OVERLAPPED = ("foresee", "wait")  # phases of overlapped runs alone: answers made beforehand, waiting for the draft
 ESSAY_ROUND = {"essay": 1, "lean": 0}  # draft passes a round beyond k
 
 
@@ -89,7 +86,6 @@ def round_seconds(run: Run) -> list[float]:
 def where_time_went(plain: Run, fast: Run) -> dict:
     """From the watched runs: milliseconds a pass, the seconds of each phase, and what neither model's passes took."""
     draft, verify, target = fast.watch.seconds("draft"), fast.watch.seconds("verify"), plain.watch.seconds("target")
-    draft = sorted(draft)[max(0, len(draft) - fast.done.draft_passes) :]  # of a pass that makes several guesses the first lap is all
     whole, plain_whole = sum(fast.watch.seconds()), sum(plain.watch.seconds())
     beside = {f"{phase}_s": sum(laps) for phase in OVERLAPPED if (laps := fast.watch.seconds(phase))}
     overhead = whole - sum(draft) - sum(verify) - sum(beside.values())
@@ -113,10 +109,11 @@ def where_time_went(plain: Run, fast: Run) -> dict:
 # ------------------------------------------------------------------------------------------------------ what costs say
 
 
-def accounted(counted: dict, costs: dict) -> float:
+def accounted(counted: dict, costs: dict, verified: list[int] | None = None) -> float:
     """The speedup that a cell's own counted rounds come to at the measured costs: an account of where the time goes,
-    not a forecast. `counted` holds counters and shares of a watched run; `costs` as `costs_at` gives them."""
-    verified = [length + 1 for length in counted["proposed_lengths"]]
+    not a forecast. `counted` holds counters and shares of a watched run; `costs` as `costs_at` gives them; `verified` the tokens
+    in each round's target pass, where they are not the guesses and the token before them."""
+    verified = verified or [length + 1 for length in counted["proposed_lengths"]]
     overhead = counted["overhead_s"] / counted["target_passes"] / costs["target_pass_s"]
     share = counted["baseline_overhead_share"]
     lengths = counted["proposed_lengths" if costs.get("one_pass") else "drafting_lengths"]

@@ -58,9 +58,7 @@ def by_turns(scheme: str, row: dict, costs: dict) -> float | None:
     of PEARL's target reads as many tokens as it judges guesses; SSD's rounds are taken by the formula."""
     if scheme == "ssd":
         return scheme_speedup(scheme, row, here(row, costs, devices=1))
-    read_less = 1 if scheme == "pearl" else 0
-    fed = [max(0, length - read_less) for length in row["proposed_lengths"]]
-    return accounted({**row, "proposed_lengths": fed}, costs)
+    return accounted(row, costs, [max(1, length) for length in row["proposed_lengths"]] if scheme == "pearl" else None)
 
 
 def with_predictions(row: dict, predicted: float | None, two_devices: float | None, costs: dict) -> dict:

@@ -41,8 +41,9 @@ class EagleDrafter(ModelDrafter):
             self.pending = self.pending[:, :0]
         return made
 
-    def read(self, fed: torch.Tensor) -> Pass:
+    def read(self, state: State, fed: torch.Tensor) -> Pass:
         out = forward(self.model, fed, self.cache, 1, self.own_state, features=self.given)
+        state.watch("draft")
         self.given = out.features[0][:, -1:]
         return out
 

@@ -27,12 +27,13 @@ class OnePassDrafter(ModelDrafter):
         self.rows, self.depth = [], budget.depth
         return super().propose(state, budget)
 
-    def read(self, fed: torch.Tensor) -> Pass:
+    def read(self, state: State, fed: torch.Tensor) -> Pass:
         """The next guess's row: of the pass over `fed` (1, n) and the masks where the round begins, whatever was fed behind it."""
         if not self.rows:
             masks = fed.new_full((1, self.depth - 1), self.ids.readable)
             known = self.cache.get_seq_length() + fed.shape[1]
             out = forward(self.model, torch.cat([fed, masks], dim=1), self.cache, self.depth)
             keep_slots(self.cache, known)
+            state.watch("draft")
             self.rows = [out._replace(logits=out.logits[:, row : row + 1]) for row in range(self.depth)]
         return self.rows.pop(0)

@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from spec_loop import forward_options, new_cache
 from spec_models.cut import cut_layers
-from spec_models.files import FORMAT, config_of, fingerprint, read_draft, same_target, trained_states, write_tensors
+from spec_models.files import FORMAT, config_of, fingerprint, read_for, trained_states, write_tensors
 
 KIND = "eagle"
 
@@ -118,11 +118,7 @@ def save_eagle(path, eagle: Eagle, target, card: dict) -> None:
 
 def build_eagle(path, target) -> Eagle:
     """The draft in memory, sharing the values of the target's embedding and head. Raises ValueError."""
-    states, metadata = read_draft(path)
-    if metadata.get("kind") != KIND:
-        raise ValueError(f"{path}: not of the kind {KIND}")
-    if not same_target(metadata["target"], target):
-        raise ValueError(f"{path} was trained for another target: the entries of its embedding differ from this one's")
+    states, metadata = read_for(target, path, KIND)
     eagle = Eagle(LlamaForCausalLM(LlamaConfig(**metadata["config"])))
     states["body.model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().float()
     states["body.lm_head.weight"] = target.get_output_embeddings().weight.detach().float()

@@ -125,13 +125,19 @@ def read_draft(path):
     return states, metadata
 
 
-def build_draft(path, target):
-    """The draft as a model in memory, sharing the values of the target's embedding and head."""
+def read_for(target, path, kind: str | None = None):
+    """`read_draft` of a file of that kind that was trained for `target`. Raises ValueError for another."""
     states, metadata = read_draft(path)
-    if metadata.get("kind"):
-        raise ValueError(f"{path}: of the kind {metadata['kind']}, no draft of its own")
+    if (found := metadata.get("kind")) != kind:
+        raise ValueError(f"{path}: of the kind {found or 'draft'}, not {kind or 'draft'}")
     if not same_target(metadata["target"], target):
         raise ValueError(f"{path} was trained for another target: the entries of its embedding differ from this one's")
+    return states, metadata
+
+
+def build_draft(path, target):
+    """The draft as a model in memory, sharing the values of the target's embedding and head. Raises ValueError."""
+    states, metadata = read_for(target, path)
     draft = LlamaForCausalLM(LlamaConfig(**metadata["config"]))
     states["model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().float()
     if not draft.config.tie_word_embeddings:

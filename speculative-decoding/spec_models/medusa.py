@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spec_models.files import FORMAT, fingerprint, read_draft, same_target, trained_states, write_tensors
+from spec_models.files import FORMAT, fingerprint, read_for, trained_states, write_tensors
 
 MEDUSA = "medusa"
 
@@ -79,11 +79,7 @@ def save_medusa(path, medusa: Medusa, target, card: dict) -> None:
 
 def build_medusa(path, target) -> Medusa:
     """The heads in memory, with the values of the target's embedding and head. Raises ValueError."""
-    states, metadata = read_draft(path)
-    if metadata.get("kind") != MEDUSA:
-        raise ValueError(f"{path}: not of the kind {MEDUSA}")
-    if not same_target(metadata["target"], target):
-        raise ValueError(f"{path} was trained for another target: the entries of its embedding differ from this one's")
+    states, metadata = read_for(target, path, MEDUSA)
     medusa = Medusa(target, metadata["heads"])
     wanted = {name: tensor.shape for name, tensor in trained_states(medusa).items()}
     if (found := {name: tensor.shape for name, tensor in states.items()}) != wanted:

@@ -60,13 +60,19 @@ def cut_draft(target: Loaded, name: str) -> Loaded:
 
 def own_draft(target: Loaded, draft, name: str, about: dict) -> Loaded:
     """A draft that uses the target's own embedding and head: one of each in memory, the head packed once."""
-    if hasattr(draft, "mask"):
-        read_masks(draft)
     draft.get_input_embeddings().weight = target.model.get_input_embeddings().weight
     draft.set_output_embeddings(target.model.get_output_embeddings())
     return Loaded(
         draft.eval(), target.tokenizer, name, "--draft", {"name": name, **about, "parameters": draft.num_parameters()}
     )
+
+
+def built(path: Path, kind: str | None, target):
+    """What the file holds, as it runs beside that target: a mask is read as an id. Raises ValueError."""
+    draft = HEADS.get(kind, build_draft)(path, target).to(target.device, target.dtype)
+    if hasattr(draft, "mask"):
+        read_masks(draft)
+    return draft
 
 
 def draft_file(target: Loaded, path: Path, name: str, allow: bool = False) -> Loaded:
@@ -79,15 +85,12 @@ def draft_file(target: Loaded, path: Path, name: str, allow: bool = False) -> Lo
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"--draft {name}: not a file of draft_training ({first_line(error)})") from error
     if own:
-        build = HEADS.get(kind, build_draft)
-        return own_draft(target, build(path, model).to(model.device, model.dtype), name, about)
+        return own_draft(target, built(path, kind, model), name, about)
     if kind in HEADS:
         raise UserError(f"--draft {name}: a head that reads the states of {EMBEDDED} serves no other target; choose another draft")
     origin = load(EMBEDDED, "--draft", model.device, model.dtype)
     try:
-        draft = build_draft(path, origin.model).to(model.device, model.dtype)
-        if hasattr(draft, "mask"):
-            read_masks(draft)
+        draft = built(path, kind, origin.model)
     except ValueError as error:
         raise UserError(f"--draft {name}: {first_line(error)}") from error
     loaded = Loaded(

@@ -21,6 +21,7 @@ from spec_harness.cells import forecast
 from spec_harness.costs import costs_of, measured_costs
 from spec_loop import Greedy, ModelDrafter, new_cache
 from spec_methods.parallel import OnePassDrafter
+from spec_methods.pearl import Ahead, pearl_loop
 from spec_methods.policy import Confidence, FixedK
 from spec_methods.sampled import Sampled
 from spec_methods.trees import check_tree
@@ -104,6 +105,14 @@ def test_masks_leave_the_cache():
     draft(text[:, :known], past_key_values=fresh, use_cache=True)
     for mine, theirs in zip(drafter.cache.layers, fresh.layers, strict=True):
         assert torch.allclose(mine.keys, theirs.keys, atol=1e-5) and torch.allclose(mine.values, theirs.values, atol=1e-5)
+
+
+@pytest.mark.parametrize("g", [1, 2, 5])
+def test_it_runs_ahead_of_what_is_judged_too(g):
+    target, draft = in_pass(*trained(tiny.llama), False)
+    task = Task(target, PROMPT, 40)
+    method = Method(Ahead(draft_model(task, draft, g).drafter, g), FixedK(g), decode=pearl_loop)
+    assert run_speculative(task, method).done.tokens == run_baseline(task).done.tokens
 
 
 def test_what_it_cannot_do_is_refused_in_one_line():
