@@ -19,7 +19,7 @@ from spec_cli import at_least, command, make_parser
 from spec_decode import Cell, measure_all
 from spec_harness.arms import draft_model
 from spec_harness.cells import find_or_measure, pooled
-from spec_harness.costs import costs_at, measured_costs
+from spec_harness.costs import costs_at, measure_costs
 from spec_harness.essay import essay_draft
 from spec_harness.options import add_decoding_options, add_prompt_options, chosen_prompts, make_task, open_run
 from spec_harness.results import ResultFile
@@ -34,17 +34,7 @@ def costs_rows(file: ResultFile, draft, tasks: list, k: int) -> list[dict]:
     """What the draft and the target cost at the shortest and the longest context, before any speedup is measured."""
     weights, _ = cpu_linear.pass_weights(draft.model)
     about = {"parameters": draft.about["parameters"], "weights_per_pass": weights, "head": draft.about.get("draft_vocab") or 0}
-    contexts, rows = [task.context for task in tasks], []
-    for context in dict.fromkeys([min(contexts), max(contexts)]):
-        where = {"part": "costs", "draft": draft.name, "at": context}
-        found = file.find(**where)
-        rows.append(
-            found
-            or file.add(
-                {**where, **about, **measured_costs(tasks[0].target, draft.model, context, [k], tasks[0].limit)}
-            )
-        )
-    return rows
+    return measure_costs(file, tasks, draft.model, [k], draft=draft.name, **about)
 
 
 def measure_drafts(tasks: dict, drafts: list, args, costs: dict) -> dict:

@@ -3,18 +3,21 @@
 Claim: the text stays the target's own, token for token, in whatever order the two sides finish; and on one queue overlap
 gains nothing, since draft and target compete for the same time. What a second device would give is worked out beside it.
 
-    python spec_overlap.py                     # the embedded pair: PEARL's two sides taking turns, beside the ordinary chain
+    python spec_overlap.py                     # the embedded pair: both schemes, their sides taking turns, beside the chain
     python spec_overlap.py --overlap process   # and really at once: two processes, a core each
     python spec_overlap.py --overlap device --draft-device cuda:1     # two devices (seen on CPUs alone so far)
-    python spec_overlap.py --method ssd        # answers to foreseen outcomes instead of guesses that run ahead
+    python spec_overlap.py --method ssd        # answers to foreseen outcomes alone
+    python spec_overlap.py --also draft-p      # and a second draft in the same turns: one that makes all guesses in one pass
     python spec_overlap.py --simulate --c 0.1 --v 1:1,8:1.2 --alpha 0.8    # no models: what a second device would do
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import statistics
+from typing import NamedTuple
 
 from spec_common import UserError, interval_text, judge_speed, pick_device, say, tell
 
@@ -24,7 +27,7 @@ from spec_harness.arms import Method, Task, draft_model
 from spec_harness.cells import find_or_measure, pooled, ratio
 from spec_harness.costs import costs_at, draft_reads, inside_limit, measure_costs
 from spec_harness.essay import essay_at_once
-from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, make_task, open_run
+from spec_harness.options import add_prompt_options, add_task_options, chosen_prompts, fill_pair, make_task, open_run
 from spec_harness.overlap_by_hand import add_hand_options, simulate
 from spec_harness.overlap_rows import MOST_AHEAD, over, row_apart, row_here, waiting
 from spec_harness.overlapping import balanced_g
@@ -38,6 +41,8 @@ from spec_methods.ssd import ForeseeingDrafter
 from spec_methods.trees import tree_error
 from spec_methods.wire import Sizes
 from spec_models.checks import Loaded, check_passes, vocabulary_rows
+from spec_models.masked import guesses_at_once
+from spec_models.pairs import load_pair
 
 METHODS, OVERLAPS = ("pearl", "ssd"), ("none", "process", "device")
 AT_ONCE, BY_TURNS = ", at once", ", by turns"  # of two processes, one thread each
@@ -52,11 +57,40 @@ VERDICTS = {
 # ------------------------------------------------------------------------------------------------------------- methods
 
 
-def method_of(args, name: str, task: Task, draft, costs: dict) -> Method:
-    """The ordinary chain ("chain"), PEARL or SSD, each with its two sides taking turns in this process."""
-    if name == "chain":
+class Arm(NamedTuple):
+    """One way to decode a text, and one row of it."""
+
+    scheme: str  # "chain", the ordinary one, or one of METHODS
+    draft: str  # its name
+    further: bool = False  # a draft of --also, which the row's name then says
+    where: str = ""  # AT_ONCE or BY_TURNS, the draft in a process of its own; else both sides take turns in this one
+
+    @property
+    def name(self) -> str:
+        return self.scheme + (f", {self.draft}" if self.further else "") + self.where
+
+    @property
+    def here(self) -> Arm:
+        return self._replace(where="")
+
+
+def arms_of(args, drafts: list[Loaded]) -> list[Arm]:
+    """Of each draft the chain and each scheme, and the schemes in two processes. SSD is left out for a draft that makes all
+    guesses in one pass, which reads no guess of its own."""
+    found = []
+    for draft in drafts:
+        schemes = [name for name in args.method if name != "ssd" or not guesses_at_once(draft.model)]
+        places = ["", AT_ONCE, BY_TURNS] if args.overlap != "none" else [""]
+        kinds = [("chain", ""), *((scheme, where) for where in places for scheme in schemes)]
+        found += [Arm(scheme, draft.name, draft is not drafts[0], where) for scheme, where in kinds]
+    return found
+
+
+def method_of(args, scheme: str, task: Task, draft, costs: dict) -> Method:
+    """With both sides taking turns in this process."""
+    if scheme == "chain":
         return draft_model(task, draft, args.k)
-    if name == "ssd":
+    if scheme == "ssd":
         fans = [args.fan] * (args.k + 1)
         return Method(
             ForeseeingDrafter(draft, vocabulary_rows(task.target), fans, reach=task.draft_limit), FixedK(args.k)
@@ -68,22 +102,47 @@ def method_of(args, name: str, task: Task, draft, costs: dict) -> Method:
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def measure_text(
-    task: Task, draft, args, costs: dict, other: DraftProcess | None, beside: dict | None
-) -> dict[str, dict]:
-    """The rows of one text, all arms in the same turns; `other` is the draft in a process of its own. Raises Mismatch."""
-    methods = {name: method_of(args, name, task, draft, costs) for name in ("chain", args.method)}
-    for name in arms_of(args)[2:]:
-        methods[name] = other.method(
-            args.method, methods[args.method].k, name == args.method + BY_TURNS, task.draft_limit
+class Side(NamedTuple):
+    """The draft's process of one scheme, and what passes cost beside it."""
+
+    process: DraftProcess
+    beside: dict
+
+
+class Text(NamedTuple):
+    """A text with one draft."""
+
+    task: Task
+    draft: Loaded
+    costs: dict
+
+
+def measure_text(texts: dict[str, Text], arms: list[Arm], args, others: dict[Arm, Side]) -> dict[str, dict]:
+    """The rows of one text, all arms in the same turns. `texts` by the draft's name, `others` by the arm's `here`. Raises
+    Mismatch."""
+    cells, methods = {}, {}
+    for arm in arms:
+        task, draft, costs = texts[arm.draft]
+        if arm.where:
+            process, beside = others[arm.here]
+            pass_s = statistics.median(beside["draft_beside"])
+            size, by_turns = methods[arm.here.name].k, arm.where == BY_TURNS
+            methods[arm.name] = process.method(arm.scheme, size, by_turns, task.draft_limit, pass_s)
+        else:
+            methods[arm.name] = method_of(args, arm.scheme, task, draft.model, costs)
+        cells[arm.name] = Cell(task, methods[arm.name])
+    rows = measure_all(cells, args)
+    found = {}
+    for arm in arms:
+        row, here, costs = rows[arm.name], rows[arm.here.name], texts[arm.draft].costs
+        if arm.scheme == "ssd":
+            row.update(foreseen(methods[arm.name].drafter))
+        foresee_s = here.get("foresee_s", 0.0) / here["target_passes"]
+        found[arm.name] = (
+            row_apart(arm.scheme, row, costs, others[arm.here].beside, arm.where == AT_ONCE, foresee_s)
+            if arm.where
+            else row_here(arm.scheme, row, costs)
         )
-    rows = measure_all({name: Cell(task, method) for name, method in methods.items()}, args)
-    if args.method == "ssd":
-        rows = {name: {**row, **foreseen(methods[name].drafter)} for name, row in rows.items()}
-    foresee_s = rows[args.method].get("foresee_s", 0.0) / rows[args.method]["target_passes"]
-    found = {name: row_here(name, rows[name], costs) for name in ("chain", args.method)}
-    for name in arms_of(args)[2:]:
-        found[name] = row_apart(args.method, rows[name], costs, beside, name == args.method + AT_ONCE, foresee_s)
     return found
 
 
@@ -92,48 +151,54 @@ def foreseen(drafter) -> dict:
     return {"hit_rate": ratio(getattr(drafter, "hits", 0), getattr(drafter, "asked", 0))}
 
 
-def arms_of(args) -> list[str]:
-    """The rows of a text, by their method."""
-    apart = [args.method + AT_ONCE, args.method + BY_TURNS] if args.overlap != "none" else []
-    return ["chain", args.method, *apart]
-
-
-def measure_beside(file: ResultFile, other: DraftProcess, tasks: list[Task], args) -> dict:
+def measure_beside(file: ResultFile, other: DraftProcess, method: str, tasks: list[Task], args) -> dict:
     """The row of what passes cost on one thread each, alone and while the other side runs; at the longest context."""
     context = max(task.context for task in tasks)
     sizes = sorted({1, args.k + 1, args.ahead or MOST_AHEAD})
-    where = {"part": "costs beside", "at": context}
+    where = {"part": "costs beside", "method": method, "at": context}
     context, sizes = inside_limit(context, sizes, tasks[0].limit, draft_reads(None))
     return file.find(**where) or file.add({**where, **other.costs(tasks[0].target, context, sizes)})
 
 
-def sides(args, tasks: list[Task]):
-    """The draft's process or thread where one is asked for, to be entered. Raises SideLost."""
-    if args.overlap == "none":
-        return contextlib.nullcontext()
-    room = max(task.prompt.shape[1] + task.n_tokens for task in tasks)
-    say("a side of its own for the draft ...")
-    build = functools.partial(draft_side, args, args.draft_device or str(tasks[0].device), tasks[0].target.dtype)
+@contextlib.contextmanager
+def sides(args, arms: list[Arm], asked: dict[str, str], tasks: list[Task]):
+    """The draft's process or thread of every arm that wants one, by the arm's `here`. `asked`: how each draft was asked for.
+    Raises SideLost."""
+    wanted = dict.fromkeys(arm.here for arm in arms if arm.where)
+    if wanted:
+        say("a side of its own for the draft ...")
+    sizes = Sizes(max(task.prompt.shape[1] + task.n_tokens for task in tasks), max(args.k, args.ahead or MOST_AHEAD), 0)
     start = draft_process if args.overlap == "process" else draft_thread
-    return start(build, Sizes(room, max(args.k, args.ahead or MOST_AHEAD), 0), not args.unpinned)
+    device, dtype = args.draft_device or str(tasks[0].device), tasks[0].target.dtype
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for arm in wanted:
+            mine = argparse.Namespace(**{**vars(args), "draft": asked[arm.draft], "method": arm.scheme})
+            build = functools.partial(draft_side, mine, device, dtype)
+            found[arm] = stack.enter_context(start(build, sizes, not args.unpinned))
+        yield found
 
 
-def run(args, target: Loaded, draft: Loaded, texts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
+def run(args, target: Loaded, drafts: list[Loaded], texts: list[tuple[str, str]], file: ResultFile) -> list[dict]:
     """Measure what the file lacks. Returns one row a text and method. Raises Mismatch, SideLost."""
-    tasks, rows = {name: make_task(args, target, draft, text) for name, text in texts}, []
-    every = list(tasks.values())
+    tasks = {name: [make_task(args, target, draft, text) for draft in drafts] for name, text in texts}
+    arms, every, rows = arms_of(args, drafts), [of[0] for of in tasks.values()], []
+    asked = dict(zip((draft.name for draft in drafts), [args.draft, *args.also], strict=True))
     say("what passes cost ...")
-    costs = measure_costs(file, every, draft.model, sorted({args.k, args.k // 2, args.ahead or MOST_AHEAD}))
-    with sides(args, every) as other:
-        beside = measure_beside(file, other, every, args) if other else None
-        for text in progress(list(tasks), "texts"):
-            task = tasks[text]
-            measured = functools.cache(
-                functools.partial(measure_text, task, draft.model, args, costs_at(costs, task.context), other, beside)
-            )
-            for name in arms_of(args):
-                where = {"part": "overlap", "text": text, "method": name}
-                rows.append(find_or_measure(file, task, where, lambda name=name, measured=measured: measured()[name]))
+    sizes = sorted({args.k, args.k // 2, args.ahead or MOST_AHEAD})
+    costs = [measure_costs(file, every, draft.model, sizes, draft=draft.name) for draft in drafts]
+    with sides(args, arms, asked, every) as processes:
+        others = {
+            arm: Side(other, measure_beside(file, other, arm.name, every, args)) for arm, other in processes.items()
+        }
+        for name in progress(list(tasks), "texts"):
+            here = zip(tasks[name], drafts, costs, strict=True)
+            mine = {draft.name: Text(task, draft, costs_at(found, task.context)) for task, draft, found in here}
+            measured = functools.cache(functools.partial(measure_text, mine, arms, args, others))
+            for arm in arms:
+                where = {"part": "overlap", "text": name, "method": arm.name}
+                work = lambda arm=arm, measured=measured: measured()[arm.name]  # noqa: E731
+                rows.append(find_or_measure(file, tasks[name][0], where, work))
     return rows
 
 
@@ -167,11 +232,15 @@ def summarise(rows: list[dict]) -> dict:
                 "prediction_error_median": statistics.median(errors) if errors else None,
                 **waiting(good),
             }
-    at_once = next((name for name in found if name.endswith(AT_ONCE)), None)
-    others = [name for name in found if at_once and name != at_once]
+    at_once = [name.removesuffix(AT_ONCE) for name in found if name.endswith(AT_ONCE)]
     return {
         "methods": found,
-        "at_once_over": {name: over(rows, at_once, name) for name in others},
+        "at_once_over": [
+            {"method": name + AT_ONCE, "over": other, **both}
+            for name in at_once
+            for other in (name, name + BY_TURNS)
+            if (both := over(rows, name + AT_ONCE, other))
+        ],
         "near_ties": sum(len(row["near_ties"]) for row in rows if not row["error"]),
     }
 
@@ -193,10 +262,10 @@ def verdict(summary: dict) -> str:
                 f" The target waited {percent(one['wait_share'])} of the time for guesses; a message there and back takes "
                 f"{1e6 * one['message_s']:.0f} us."
             )
-    for name, both in summary["at_once_over"].items():
+    for both in summary["at_once_over"]:
         interval = interval_text(both["speedup_low"], both["speedup_high"])
         lines.append(
-            f"at once over {name}: {both['speedup']:.2f}x{f' ({interval})' if interval else ''}, {VERDICTS[judge_speed(both)]}."
+            f"{both['method']}, over {both['over']}: {both['speedup']:.2f}x{f' ({interval})' if interval else ''}, {VERDICTS[judge_speed(both)]}."
         )
     if summary["at_once_over"]:
         lines.append(f"the essay, two threads on one queue over taking turns: {essay_at_once():.2f}x.")
@@ -229,8 +298,12 @@ def parse_args(argv):
     add_task_options(parser)
     add_prompt_options(parser, default="all")
     parser.add_argument(
-        "--method", choices=METHODS, default="pearl",
+        "--method", nargs="+", choices=METHODS, default=list(METHODS),
         help="pearl: guesses run ahead of what is judged; ssd: answers to foreseen outcomes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--also", nargs="+", metavar="DRAFT", default=[],
+        help="further drafts in the same turns; one that makes all guesses in one pass leaves little to hide",
     )  # fmt: skip
     add_overlap_options(parser)
     parser.add_argument(
@@ -260,13 +333,22 @@ def check_devices(args) -> None:
         raise UserError(str(error).replace("--device", "--draft-device")) from error
 
 
+def load_drafts(args, device, dtype) -> tuple[Loaded, list[Loaded]]:
+    """The target and the drafts of the run. Raises UserError."""
+    fill_pair(args)
+    target, drafts = load_pair(args, device, dtype, [args.draft, *args.also])
+    for draft in drafts:
+        check_draft(args, draft)
+    return target, drafts
+
+
 def check_draft(args, draft: Loaded) -> None:
     """Whether this draft can run ahead by itself. Raises UserError."""
     if getattr(draft.model, "reads_states", False):
         raise UserError(
             f"--draft {draft.name}: reads the target's states, which are not there while it checks; choose another draft"
         )
-    if args.method == "ssd":
+    if "ssd" in args.method and (args.method == ["ssd"] or not guesses_at_once(draft.model)):
         refusal = "this architecture cannot guess several answers in one pass; take --method pearl"
         check_passes(draft, tree_error, refusal, "a pass over five tokens")
 
@@ -281,9 +363,9 @@ def main(argv=None) -> int:
         raise UserError("--loop essay: overlap has a loop of its own; leave it out")
     check_devices(args)
     texts = chosen_prompts(args)
-    with open_run(args, "spec_overlap", texts) as (file, target, (draft,)):
-        check_draft(args, draft)
-        rows = run(args, target, draft, texts, file)
+    args.method = [method for method in METHODS if method in args.method]
+    with open_run(args, "spec_overlap", texts, load_drafts) as (file, target, drafts):
+        rows = run(args, target, drafts, texts, file)
         summary = summarise(rows)
         file.finish(summary)
     tell(f"{args.n_tokens} tokens\n\n{table(rows, args.wide)}\n\n{verdict(summary)}\nresults in {args.results}")

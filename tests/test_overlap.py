@@ -16,6 +16,7 @@ import pytest
 
 import spec_overlap
 import tiny
+from spec_decode import measure_all
 from spec_harness import processes
 from spec_harness.overlap_rows import by_turns, over, row_apart, row_here
 from spec_harness.overlapping import pearl_speedup, ssd_speedup
@@ -41,8 +42,27 @@ def test_a_row_for_the_chain_and_the_method_each_exact(method, pair, results, ca
     assert "token for token the target's own text" in said and "two devices" in said
 
 
+def test_both_schemes_and_a_further_draft_are_measured_in_the_same_turns(pair, results, monkeypatch, capsys):
+    turns = []
+
+    def noted(cells, args):
+        turns.append({name: cell.method.drafter for name, cell in cells.items()})
+        return measure_all(cells, args)
+
+    monkeypatch.setattr(spec_overlap, "measure_all", noted)
+    assert spec_overlap.main([*pair, "--workload", "code", "--also", "cut:0", "-k", "3", "-g", "3"]) == 0
+    names = ["chain", "pearl", "ssd", "chain, cut:0", "pearl, cut:0", "ssd, cut:0"]
+    rows = [row for row in document(results)["rows"] if row["part"] == "overlap"]
+    assert [row["method"] for row in rows] == names and all(row["exact"] for row in rows)
+    (drafters,) = turns
+    assert list(drafters) == names and drafters["chain"].model is not drafters["chain, cut:0"].model
+    assert drafters["pearl, cut:0"].drafter.model is drafters["ssd, cut:0"].model is drafters["chain, cut:0"].model
+    assert {row["draft"] for row in document(results)["rows"] if row["part"] == "costs"} == {"draft", "cut:0"}
+    assert "chain, cut:0: " in capsys.readouterr().out
+
+
 def test_a_finished_run_is_gone_on_with_and_measures_nothing_again(pair, results):
-    argv = [*pair, "--workload", "code", "-g", "3"]
+    argv = [*pair, "--workload", "code", "--method", "pearl", "-g", "3"]
     assert spec_overlap.main(argv) == 0
     before = document(results)["rows"]
     tiny.killed_at(results, before[:-1])
@@ -192,7 +212,9 @@ def boards(monkeypatch):
 
 
 def overlapped(pair, *more) -> int:
-    return spec_overlap.main([*pair, "--workload", "code", "--overlap", "process", "--unpinned", "-g", "3", *more])
+    return spec_overlap.main(
+        [*pair, "--workload", "code", "--overlap", "process", "--unpinned", "--method", "pearl", "-g", "3", *more]
+    )
 
 
 def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, results, boards, capsys):
@@ -204,7 +226,11 @@ def test_two_processes_write_the_same_text_and_their_waits_are_named(pair, resul
     assert all("wait_s" in row and row["message_s"] > 0 for name, row in rows.items() if "," in name)
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("of the time for guesses; a message") == 2
-    assert "at once over pearl, by turns: " in said and "two threads on one queue over taking turns: 0.93x" in said
+    assert (
+        "pearl, at once, over pearl, by turns: " in said
+        and "pearl, at once, over pearl: " in said
+        and "two threads on one queue over taking turns: 0.93x" in said
+    )
     (costs,) = (row for row in document(results)["rows"] if row["part"] == "costs beside")
     assert costs["draft_beside"] and set(costs["target_beside"]) == {"1", "3", "6"}
 

@@ -213,13 +213,13 @@ def measured_costs(target, draft, context: int, ks: list[int], limit: int | None
             "failed": failed, "error": None}  # fmt: skip
 
 
-def measure_costs(file, tasks: list, draft, ks: list[int]) -> list[dict]:
+def measure_costs(file, tasks: list, draft, ks: list[int], /, **about) -> list[dict]:
     """Rows of a result file that say what passes cost at the shortest and the longest context of the tasks, measured
-    before any speedup. `draft`: the draft model, or None."""
+    before any speedup. `draft`: the draft model, or None; `about`: what else a row is known by."""
     contexts = [task.context for task in tasks]
     rows = []
     for context in dict.fromkeys([min(contexts), max(contexts)]):
-        where = {"part": "costs", "at": context}
+        where = {"part": "costs", **about, "at": context}
         measure = functools.partial(measured_costs, tasks[0].target, draft, context, ks, tasks[0].limit)
         rows.append(file.find(**where) or file.add({**where, **measure()}))
     return rows

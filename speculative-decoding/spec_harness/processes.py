@@ -31,7 +31,6 @@ from spec_methods.policy import FixedK
 from spec_methods.ssd import ForeseeingDrafter
 from spec_methods.wire import (
     FAILED,
-    PATIENCE_S,
     QUIT,
     READY,
     AheadSide,
@@ -152,15 +151,16 @@ class DraftProcess:
     def __init__(self, process, conn, board: Board, core: int | None):
         self.process, self.conn, self.board, self.core = process, conn, board, core
 
-    def method(self, name: str, size: int, by_turns: bool, reach: int | None) -> Method:
-        """PEARL ("pearl") or SSD with the draft over there; here one thread, on a core of its own while it decodes."""
+    def method(self, name: str, size: int, by_turns: bool, reach: int | None, pass_s: float | None = None) -> Method:
+        """PEARL ("pearl") or SSD with the draft over there; here one thread, on a core of its own while it decodes. `pass_s`: what
+        a pass of the draft takes."""
         loop = functools.partial(pearl_loop, at_once=not by_turns) if name == "pearl" else speculate
 
         def decode(*given, **options):
             with one_thread(self.core):
                 return loop(*given, **options)
 
-        return Method(Far(self.conn, self.board, size, by_turns, reach), FixedK(size), decode=decode)
+        return Method(Far(self.conn, self.board, size, by_turns, reach, pass_s), FixedK(size), decode=decode)
 
     def message_seconds(self) -> float:
         """A small message there and back, the median of many."""
@@ -248,7 +248,7 @@ class DraftThread(DraftProcess):
             self.conn.send_bytes(QUIT)
         self.process.join(ENDING_S)
         self.conn.close()
-        self.process.join(PATIENCE_S)
+        self.process.join(ENDING_S)
         self.board.close()
 
 

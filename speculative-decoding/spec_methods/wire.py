@@ -24,7 +24,8 @@ from spec_loop import Budget, DecodingError, Proposal, State
 from spec_methods.pearl import Ahead, News
 from spec_methods.ssd import ForeseeingDrafter
 
-PATIENCE_S = 60.0  # for one answer; a process that has ended is noticed at once
+PATIENCE_S = 60.0  # for an answer that nobody knows the length of; a process that has ended is noticed at once
+LEAST_S, TIMES = 3.0, 50  # where passes were timed: so many seconds at least, and for a round so many times what it takes
 START, ROUND, READY, FAILED, QUIT = b"s", b"r", b"d", b"f", b"q"
 HEAD = 8  # whole numbers in front of the ids, either way
 LAWS = (None, torch.float32, torch.float64)
@@ -76,9 +77,8 @@ def lost(what: str) -> SideLost:
     return SideLost(f"--overlap: the draft's side {what}; mend that and call again with --resume")
 
 
-def receive(conn, patience: float | None = 0.0) -> bytes:
-    """The next message of the draft's side; `patience` in seconds, 0: PATIENCE_S, None: without end. Raises SideLost."""
-    patience = PATIENCE_S if patience == 0 else patience
+def receive(conn, patience: float | None = PATIENCE_S) -> bytes:
+    """The next message of the draft's side; `patience` in seconds, None: without end. Raises SideLost."""
     try:
         message = conn.recv_bytes() if conn.poll(patience) else None
     except (EOFError, OSError) as error:
@@ -104,30 +104,35 @@ def send(conn, message: bytes) -> None:
 
 class Far:
     """The draft's side, seen from the target's. `guesses`: a round's of `Ahead`. `by_turns`: the draft does all that a round asks
-    of it before it answers, so that neither side works while the other does. `reach`: the longest text it may read."""
+    of it before it answers, so that neither side works while the other does. `reach`: the longest text it may read. `pass_s`:
+    what a pass of the draft takes, and so how long its answers may."""
 
     taps, confident = (), False
 
-    def __init__(self, conn, board: Board, guesses: int = 0, by_turns: bool = False, reach: int | None = None):
+    def __init__(
+        self, conn, board: Board, guesses: int = 0, by_turns: bool = False, reach: int | None = None, pass_s: float | None = None
+    ):
         self.conn, self.board, self.guesses, self.by_turns, self.reach = conn, board, guesses, by_turns, reach
+        self.pass_s = pass_s
         self.work, self.hits, self.asked = Work(0, 0), 0, 0
 
     def start(self, state: State) -> None:
         self.state, self.news = state, None
         while self.board.owed:  # a run before this one broke off: what it asked for is still being written
-            self.take()
+            self.take(state.length)
         reach = -1 if self.reach is None else self.reach
         head = [state.length, state.ids.shape[1], self.guesses, int(self.by_turns), reach]
         set_numbers(self.board.down, head, state.ids[0].cpu())
         self.request(START)
-        self.collect()
+        self.collect(state.length)
 
     def request(self, message: bytes) -> None:
         send(self.conn, message)
         self.board.owed += 1
 
-    def take(self) -> None:
-        receive(self.conn)
+    def take(self, passes: int) -> None:
+        """Wait for an answer that takes no longer than so many passes."""
+        receive(self.conn, PATIENCE_S if self.pass_s is None else max(LEAST_S, passes * self.pass_s))
         self.board.owed -= 1
 
     def ask(self, depth: int = 0) -> None:
@@ -136,9 +141,9 @@ class Far:
         set_numbers(self.board.down, [news.length, len(news.block), int(news.stood), depth], torch.tensor(news.block, dtype=torch.int64))  # fmt: skip
         self.request(ROUND)
 
-    def collect(self) -> Proposal:
+    def collect(self, passes: int) -> Proposal:
         """What was asked for, as soon as it is there. Raises SideLost, DecodingError."""
-        self.take()
+        self.take(passes)
         count, kind, finite, passes, read, self.hits, self.asked = self.board.up[: HEAD - 1].tolist()
         self.work = Work(passes, read)
         if not finite:
@@ -151,12 +156,12 @@ class Far:
 
     def propose(self, state: State, budget: Budget) -> Proposal:
         self.ask(budget.depth)
-        made = self.collect()
+        made = self.collect(TIMES * self.guesses)
         state.watch("wait")
         return made
 
     def go_on(self) -> Proposal:
-        made = self.collect()
+        made = self.collect(TIMES * self.guesses)
         self.state.watch("wait")
         return made
 

@@ -117,6 +117,15 @@ def test_a_process_that_waits_two_seconds_changes_nothing(other):
     assert tuple(done.tokens) == tiny.greedy_once(TARGET, tiny.PROMPT, N)
 
 
+def test_a_process_that_hangs_is_given_up_and_ended():
+    """What its passes take is known by then, so nobody waits long for them."""
+    with pytest.raises(SideLost, match="has not answered for 3 s"), draft_process(build_side, SIZES, pin=False) as found:
+        method, name = found.method("pearl", 4, False, None, pass_s=0.001), found.board.memory.name
+        os.kill(found.process.pid, signal.SIGSTOP)
+        run_speculative(tiny.task(TARGET, n=N), method)
+    assert not found.process.is_alive() and memory_is_gone(name)
+
+
 @pytest.mark.parametrize("start", [draft_process, draft_thread])
 def test_what_fails_over_there_while_loading_is_said_here(start):
     with pytest.raises(SideLost, match="MemoryError: cannot allocate memory"), start(build_nothing, SIZES):

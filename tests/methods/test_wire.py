@@ -170,11 +170,11 @@ def test_a_run_that_broke_off_is_not_answered_in_the_next(scheme):
     class Breaks(Far):
         collected = 0
 
-        def collect(self):
+        def collect(self, passes):
             self.collected += 1
             if self.collected == 3:  # the start's, a round's, and now with an answer on its way
                 raise RuntimeError("out of memory")
-            return super().collect()
+            return super().collect(passes)
 
     wanted = here(scheme, DRAFTS["near"])
     with other_side(side_of(scheme, DRAFTS["near"])) as (conn, board):
@@ -212,8 +212,13 @@ def test_a_side_that_is_gone_or_silent_is_said_in_one_line(monkeypatch):
     board = Board(Sizes(40, 8, 0))
     far = Far(ours, board, K)
     state = prefill(TARGET, torch.tensor([list(tiny.PROMPT)]), N)
-    with pytest.raises(SideLost, match="has not answered"):
+    with pytest.raises(SideLost, match="has not answered for 0 s"):
         far.start(state)
+    monkeypatch.setattr(wire, "LEAST_S", 0.01)
+    for pass_s, says in ((1e-6, "for 0 s"), (2 / len(tiny.PROMPT), "for 2 s")):
+        timed, board.owed = Far(ours, board, K, pass_s=pass_s), 0
+        with pytest.raises(SideLost, match=says):
+            timed.start(state)
     theirs.close()
     for _ in range(2):
         with pytest.raises(SideLost, match="has ended"):
