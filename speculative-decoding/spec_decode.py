@@ -158,6 +158,7 @@ def counts(done: Decoded, k: int) -> dict:
         "acceptance_per_position": [ratio(count, rounds) for count in reached],
         "acceptance_per_position_given_the_last": [ratio(a, a + b) for a, b in zip(reached, lost, strict=True)],
         "accepted_lengths": done.accepted,
+        "judged_lengths": [one.judged for one in done.rounds],
         "emitted_lengths": done.emitted,
         "proposed_lengths": [len(guesses) for guesses in done.proposals],
         "drafting_lengths": [one.draft_passes for one in done.rounds],

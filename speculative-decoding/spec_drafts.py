@@ -150,15 +150,21 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
-@command
-def main(argv=None) -> int:
-    args = parse_args(argv)
+def default_drafts(args, embedded) -> list[str]:
+    """The drafts asked for, or those of the embedded target. Raises UserError."""
     if args.drafts is None:
         if args.target != EMBEDDED:
             raise UserError("--drafts: missing; name the drafts to compare on that target")
-        args.drafts = list(EMBEDDED_DRAFTS)
+        return list(embedded)
     if len(set(args.drafts)) < len(args.drafts):
         raise UserError("--drafts: the same draft twice; name each once")
+    return args.drafts
+
+
+@command
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    args.drafts = default_drafts(args, EMBEDDED_DRAFTS)
     prompts = chosen_prompts(args)
     with open_run(args, "spec_drafts", prompts, load_drafts) as (file, target, drafts):
         rows = run(args, target, drafts, prompts, file)

@@ -15,6 +15,7 @@ import torch
 from spec_loop import forward, keep_slots, new_cache
 from spec_models import linear as cpu_linear
 from spec_models.masked import guesses_at_once
+from spec_models.medusa import Medusa
 
 ROUND = 5  # draft passes are timed so many in a row behind a pass of the target, a round of the essay's k; c is their mean
 READ_BYTES = {"cpu": 256 << 20}  # more than any cache holds; 1 GiB elsewhere
@@ -84,6 +85,14 @@ def timed_draft(model, ids: torch.Tensor, cache, context: int, ahead: Callable[[
         fed = ids[:, cache.get_seq_length() :][:, :n]
         seconds.append(timed(functools.partial(forward, model, fed, cache, rows), ids.device).seconds)
     keep_slots(cache, context)
+    return Timed(seconds, sum(seconds))
+
+
+def timed_heads(draft: Medusa, ahead: Callable[[], object]) -> Timed:
+    """All guesses of Medusa's heads behind a pass of the target, on the clock as `timed_draft`'s passes are."""
+    state = torch.ones(1, draft.config.hidden_size, dtype=draft.dtype, device=draft.device)
+    ahead()
+    seconds = [timed(lambda: draft(state), draft.device).seconds]
     return Timed(seconds, sum(seconds))
 
 
@@ -159,6 +168,8 @@ def draft_arms(draft, ids: torch.Tensor, context: int, target: dict) -> dict:
     if draft is None:
         return {}
     ahead = target[sorted(target)[len(target) // 2]]
+    if isinstance(draft, Medusa):
+        return {"draft": functools.partial(timed_heads, draft, ahead)}
     run = functools.partial(timed_draft, draft, ids, warm_cache(draft, ids, context), context, ahead)
     if guesses_at_once(draft):
         passes = {"draft": [(ROUND, ROUND)], "draft 2": [(2 * ROUND, ROUND)], "draft 1": [(1, 1)]}
@@ -183,12 +194,13 @@ def linear_seconds(model, n: int, tries: int) -> list[float]:
     return [timed(multiply, model.device).seconds for _ in range(tries)]
 
 
-def costs_of(seconds: dict, one_pass: bool = False) -> dict:
+def costs_of(seconds: dict, one_pass: bool = False, heads: int = 0) -> dict:
     """V(n) and what a draft pass costs (c; by its place in a round, c_places; one that reads two tokens, c2) as medians of
     ratios paired by turn, with intervals, from what `pass_seconds` gave (with n = 1).
 
     Of a draft that guesses in `one_pass`, a pass being affine in what it reads and says: c is a guess's share of a ROUND's,
-    c_places what the first guess of a pass and each further one adds, c2 a first one behind a token more."""
+    c_places what the first guess of a pass and each further one adds, c2 a first one behind a token more. Of so many `heads` on
+    the target's state alike: their product is all that a round's guesses cost, however many are made."""
     one = seconds[1]
     v = {n: paired_ratio(values, one) for n, values in seconds.items() if isinstance(n, int)}
     c, c2 = (paired_ratio(seconds[arm], one) if arm in seconds else None for arm in ("draft", "draft 2"))
@@ -198,7 +210,10 @@ def costs_of(seconds: dict, one_pass: bool = False) -> dict:
         places = [first, (c["median"] - first) / (ROUND - 1)]
         c2 = {"median": first + (c2["median"] - c["median"]) / ROUND}
         c = {**c, **{name: c[name] and c[name] / ROUND for name in ("median", "low", "high")}}
-    return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "c_places": places, "c2": c2 and c2["median"], "one_pass": one_pass,
+    if heads:
+        places, c2 = [c["median"], 0.0], c
+        c = {**c, **{name: c[name] and c[name] / heads for name in ("median", "low", "high")}}
+    return {"v": {n: cost["median"] for n, cost in v.items()}, "c": c and c["median"], "c_places": places, "c2": c2 and c2["median"], "one_pass": one_pass or heads > 0,
             "v_intervals": v, "c_interval": c, "target_pass_s": statistics.median(one)}  # fmt: skip
 
 
@@ -208,8 +223,8 @@ def measured_costs(target, draft, context: int, ks: list[int], limit: int | None
     length = context + max(sizes[-1], draft_reads(draft))
     ids = random_ids([model for model in (target, draft) if model is not None], length)
     seconds, failed = pass_seconds(target, draft, ids, context, sizes, COST_REPEATS, COST_WARMUP, flag="--n-tokens")
-    one_pass = draft is not None and guesses_at_once(draft)
-    return {"context": context, **costs_of(seconds, one_pass), "seconds": {str(name): values for name, values in seconds.items()},
+    one_pass, heads = draft is not None and guesses_at_once(draft), draft.heads if isinstance(draft, Medusa) else 0
+    return {"context": context, **costs_of(seconds, one_pass, heads), "seconds": {str(name): values for name, values in seconds.items()},
             "failed": failed, "error": None}  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -77,6 +78,16 @@ def belongs_to(path, model) -> bool:
     """Whether the draft file was trained for `model`."""
     with safe_open(path, "pt") as file:
         return same_target(json.loads(file.metadata()["target"]), model)
+
+
+def training_of(path) -> dict:
+    """What the file's draft was given: `parameters` trained, `tokens` seen and `cpu_minutes` of its last training (null where
+    it does not say)."""
+    with safe_open(path, "pt") as file:
+        card = json.loads(file.metadata().get("card", "{}"))
+        names = [name for name in list(file.keys()) if not name.endswith(".scale")]
+        sizes = [math.prod(file.get_slice(name).get_shape()) for name in names]
+    return {"parameters": sum(sizes), "tokens": card.get("tokens"), "cpu_minutes": card.get("cpu_minutes")}
 
 
 def write_tensors(path, states, metadata):

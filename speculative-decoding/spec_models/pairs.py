@@ -23,7 +23,7 @@ from spec_models.checks import Loaded, check_blocks
 from spec_models.cut import cut_model
 from spec_models.eagle import KIND, Eagle, build_eagle
 from spec_models.embedded import sha256
-from spec_models.files import belongs_to, build_draft, kind_of
+from spec_models.files import belongs_to, build_draft, kind_of, training_of
 from spec_models.find import EMBEDDED
 from spec_models.graph import GraphLlama, captures
 from spec_models.load import linear_kind, load, pack_linear
@@ -81,7 +81,7 @@ def draft_file(target: Loaded, path: Path, name: str, allow: bool = False) -> Lo
     Raises UserError."""
     model, about = target.model, {"sha256": sha256(path), "draft_vocab": SHIPPED_HEAD if name in SHIPPED_DRAFTS else 0}
     try:
-        kind, own = kind_of(path), belongs_to(path, model)
+        kind, own, about["trained"] = kind_of(path), belongs_to(path, model), training_of(path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"--draft {name}: not a file of draft_training ({first_line(error)})") from error
     if own:
@@ -218,13 +218,20 @@ def versions(args, target: Loaded, draft: Loaded, heads: list[int | None]) -> li
 
 def pack(args, target: Loaded, drafts: list[Loaded], kind: str) -> None:
     """One form of pass for all of them, all linear layers packed once, and every model tried out. Raises UserError."""
-    if heads := next((one.name for one in drafts if isinstance(one.model, Medusa)), None):
-        raise UserError(f"--draft {heads}: Medusa's heads make no pass of their own, which this script times; choose another draft")
+    heads = [one for one in drafts if isinstance(one.model, Medusa)]
+    if heads and not getattr(args, "takes_heads", False):
+        raise UserError(
+            f"--draft {heads[0].name}: Medusa's heads make no pass of their own, which this script times; take spec_heads.py"
+        )
     if args.draft_vocab_text is not None and not any(one.about["draft_vocab"] for one in drafts):
         raise UserError("--draft-vocab-text: no head is cut; say how many ids with --draft-vocab N, or leave it out")
-    every, done, tried = [target, *drafts], {}, {}
-    set_passes(args, every)
-    for one in every:
+    done, tried = {}, {}
+    passing = [target, *(one for one in drafts if not isinstance(one.model, Medusa))]
+    set_passes(args, passing)
+    for one in heads:
+        pack_linear(one, kind, done)
+        one.about.update({"pass": "no", "dtype": dtype_name(one.model.dtype)})
+    for one in passing:
         pack_linear(one, kind, done)
         check_blocks(one)
         if id(one.model) not in tried:
