@@ -40,6 +40,7 @@ results: .venv/ready
 	cd $(SCRIPTS) && ../$(PY) spec_adaptive.py $(RESUME) --results results/spec_adaptive.json
 	for dtype in bfloat16 float16; do (cd $(SCRIPTS) && ../$(PY) -m spec_harness.rounding --dtype $$dtype --results results/spec_rounding_$$dtype.json) || exit 1; done
 	cd $(SCRIPTS) && ../$(PY) spec_batch.py $(RESUME) --results results/spec_batch.json
+	cd $(SCRIPTS) && ../$(PY) spec_heads.py --tree 8 $(RESUME) --results results/spec_heads.json
 	cd $(SCRIPTS) && ../$(PY) spec_overlap.py --overlap process $(RESUME) --results results/spec_overlap.json
 	$(MAKE) figures
 

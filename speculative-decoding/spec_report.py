@@ -26,6 +26,8 @@ from spec_harness.compare import read_document
 from spec_harness.rounding import COLUMNS as ROUNDING
 from spec_harness.tables import against_transformers, fixed, markdown_table, speed_words, turns_of, what_it_does
 from spec_harness.variants import table as variants_table
+from spec_heads import table as heads_table
+from spec_heads import verdict as heads_verdict
 from spec_lookup import table as lookup_table
 from spec_overlap import table as overlap_table
 from spec_overlap import verdict as overlap_verdict
@@ -36,7 +38,7 @@ from spec_sampling import table as sampling_table
 ROOT = HERE.parent
 PAGES = {"readme": ROOT / "README.md", "results": ROOT / "RESULTS.md", "card": HERE / "drafts" / "MODEL_CARD.md"}
 NAMES = ("one_pass", "precondition", "precondition_bfloat16", "decode", "decode_tree", "bench", "drafts",
-         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "lookup_suffix", "adaptive", "batch", "overlap", "rounding_bfloat16", "rounding_float16")  # fmt: skip
+         "drafts_bfloat16", "sampling", "sampling_block", "lookup", "lookup_suffix", "adaptive", "batch", "overlap", "heads", "rounding_bfloat16", "rounding_float16")  # fmt: skip
 
 
 def load_all(folder: Path) -> dict[str, dict]:
@@ -95,6 +97,8 @@ def slower_cells(all_of: dict) -> str:
         named_rows += [(f"{row['text']} by {row['method']}", row) for row in part(all_of["lookup"], "look-up")]
     if "overlap" in all_of:
         named_rows += [(f"{row['text']} by {row['method']}", row) for row in part(all_of["overlap"], "overlap") if row["method"] != "chain"]
+    if "heads" in all_of:
+        named_rows += [(f"{row['method']} over all texts", row) for row in all_of["heads"]["summary"]["methods"] if not row["error"]]
     if "batch" in all_of:
         k = all_of["batch"]["config"]["k"]
         named_rows += [(f"a batch of {row['batch']}, k = {k}", row) for row in part(all_of["batch"], "batch")]
@@ -149,6 +153,9 @@ def further_tables(all_of: dict) -> dict[str, str]:
         found["batch_table"] = batch_tables(part(all_of["batch"], "batch"), wide=True)
     if "overlap" in all_of:
         found |= {"overlap_table": overlap_table(part(all_of["overlap"], "overlap"), wide=True), "overlap_words": overlap_verdict(all_of["overlap"]["summary"])}
+    if "heads" in all_of:
+        rows = all_of["heads"]["summary"]["methods"]
+        found |= {"heads_table": heads_table(rows, wide=True), "heads_words": heads_verdict(rows)}
     rounding = [row for name in ("rounding_bfloat16", "rounding_float16") for row in all_of.get(name, {"rows": []})["rows"]]
     if rounding:
         shown = [row for row in rounding if row["rows"] == USUAL_K + 1]

@@ -240,7 +240,7 @@ def share(text: str) -> float:
 def parse_args(argv):
     parser = make_parser(__doc__, "spec_sampling", resume=True)
     add_task_options(parser)
-    add_prompt_options(parser)
+    add_prompt_options(parser, seed=False)
     parser.add_argument("-k", "--k", type=at_least(1, 1024), default=5, help="guesses a round")
     parser.add_argument("--verify", choices=RULES, default="token", help="block: a further arm judges chains whole, in the same turns, and --check-law tests its law")  # fmt: skip
     parser.add_argument(
@@ -252,7 +252,7 @@ def parse_args(argv):
     parser.add_argument(
         "--top-p", type=share, default=1.0, help="draw from the most likely ids that together have this probability"
     )
-    parser.add_argument("--seed", type=at_least(0, 2**32), default=0, help="the first seed")
+    parser.add_argument("--seed", type=at_least(0, 2**32), default=0, help="the first seed; of what --sample draws too")
     parser.add_argument("--seeds", type=at_least(1, 10**4), default=SEEDS, help="texts of each temperature, one a seed")
     parser.add_argument(
         "--check-law",

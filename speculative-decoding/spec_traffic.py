@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import http.client
 import json
-import random
 import statistics
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from spec_cli import Help, Parser, at_least, command, reachable, replaceable, wh
 from spec_harness.cells import ratio, speedups
 from spec_harness.engine import CPU, Engine, ask, engine_at, fetch, read_totals, refused_extras, since
 from spec_harness.machine import environment
+from spec_harness.options import add_file_options, wanted_of
 from spec_harness.prompts import read_prompts
 from spec_harness.results import ResultFile, settings
 from spec_harness.tables import fixed, markdown_table, percent, progress, shown_interval, speed_words, turns_of
@@ -78,14 +78,6 @@ def engines_of(args, requests: list[tuple[str, str]]) -> dict[str, Engine]:
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
-
-
-def chosen_requests(args) -> list[tuple[str, str]]:
-    """(name, prompt): the first `--limit` of the file, or `--sample` drawn from all of it. Raises UserError."""
-    requests = read_prompts(reachable(args.prompt_file, "--prompt-file"), args.limit)
-    if args.sample and args.sample > len(requests):
-        raise UserError(f"--sample {args.sample}: {args.prompt_file.name} has {len(requests)} prompts; lower it")
-    return random.Random(args.seed).sample(requests, args.sample) if args.sample else requests
 
 
 def one_turn(engine: Engine, requests: list[tuple[str, str]], load: Load, args):
@@ -190,9 +182,7 @@ def parse_args(argv):
     add("--model", help="the name that it serves its model under; left out: the first it lists")
     add("--chat", action="store_true", help="through its chat API")
     add("--prompt-file", type=Path, required=True, help="a text, or a .jsonl or .json of prompts")
-    add("--limit", type=at_least(1), help="no more than that many prompts of the file")
-    add("--sample", type=at_least(1), help="so many, drawn from the file by --seed")
-    add("--seed", type=at_least(0), default=0, help="of the sample and of the arrivals")
+    add_file_options(parser)("--seed", type=at_least(0), default=0, help="of what --sample draws and of the arrivals")
     add("--n-tokens", type=at_least(1), default=64, help="tokens an answer, at most")
     add("--concurrency", type=whole_list(1, 1024), default=[1, 4, 16], help="requests in flight, e.g. 1,4,16: a closed loop for each")
     add("--rate", type=positives, default=[], help="requests a second, e.g. 2,8: arrivals of a Poisson process for each")
@@ -209,7 +199,7 @@ def parse_args(argv):
 def main(argv=None) -> int:
     args = parse_args(argv)
     replaceable(args.results)
-    requests = chosen_requests(args)
+    requests = read_prompts(reachable(args.prompt_file, "--prompt-file"), wanted_of(args))
     engines = engines_of(args, requests)
     loads = [*(Load(concurrency=n) for n in args.concurrency), *(Load(rate=rate) for rate in args.rate)]
     config = settings(args, engines={arm: engine.model for arm, engine in engines.items()}, requests=len(requests))

@@ -166,7 +166,7 @@ def test_what_was_not_measured_says_so_and_every_marker_is_known():
     source = "".join((ROOT / "speculative-decoding" / name).read_text() for name in ("spec_report.py", "spec_harness/claims.py"))
     for page in spec_report.PAGES.values():
         for name in re.findall(r"<!-- (\w+) -->", page.read_text(encoding="utf-8")):
-            assert f'"{name}"' in source or name.startswith("from_") or name[2:] in ("lookup", "hybrid", "overlap"), name
+            assert f'"{name}"' in source or name.startswith("from_") or name[2:] in ("lookup", "hybrid", "overlap", "heads"), name
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)

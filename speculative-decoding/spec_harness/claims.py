@@ -90,4 +90,7 @@ def further_claims(all_of: dict, close: float) -> dict[str, str]:
     if "overlap" in all_of:
         rows = [{"method": name, **one} for name, one in all_of["overlap"]["summary"]["methods"].items() if name != "chain"]
         found |= {f"{kind}_overlap": by_verdict(rows, lambda one: one["method"], said) for kind, said in (("m", "faster"), ("l", "slower"))}
+    if "heads" in all_of:
+        rows = all_of["heads"]["summary"]["methods"]
+        found |= {f"{kind}_heads": by_verdict(rows, lambda one: one["method"], said) for kind, said in (("m", "faster"), ("l", "slower"))}
     return found

@@ -148,7 +148,7 @@ def main(argv=None) -> int:
     args = parse_args(argv)
     costs = read_costs(args.costs)
     files = ((FIT, args.prompt_file, "--prompt-file", args.fit), (CHECK, args.check_file, "--check-file", args.check))
-    sets = {name: spread(read_prompts(reachable(path, flag), None), count) for name, path, flag, count in files}
+    sets = {name: spread(read_prompts(reachable(path, flag), flag=flag), count) for name, path, flag, count in files}
     sets["workloads"] = list(WORKLOADS.items())
     with open_run(args, "fit_policy") as (file, target, (draft,)):
         recorded = record_texts(args, target, draft, sets, file)

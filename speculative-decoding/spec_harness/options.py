@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,15 +13,17 @@ from spec_common import UserError, dtype_name, remark, tell
 from spec_cli import at_least, fraction, reachable, set_up
 from spec_harness.arms import Task
 from spec_harness.machine import BUSY, environment
-from spec_harness.prompts import read_prompts
+from spec_harness.prompts import Wanted, read_prompts
 from spec_harness.results import ResultFile, settings
 from spec_harness.theory import measured_v
 from spec_loop import LOOPS
 from spec_methods.policy import LOOP_OVERHEAD, POLICIES, THRESHOLD, make_policy
 from spec_models.checkpoint import overridden
 from spec_models.checks import Loaded, check_room, context_limit
+from spec_models.find import locate
+from spec_models.load import load_tokenizer
 from spec_models.pairs import PAIRS, PASSES, form, load_pair
-from spec_models.words import check_ids, prompt_ids, stopping_ids
+from spec_models.words import check_ids, ids_of, prompt_ids, stopping_ids
 from workloads import DEFAULT_WORKLOAD, WORKLOADS
 
 
@@ -98,7 +101,8 @@ def policy_of(args, k: int, costs: dict):
     return make_policy(args.k_policy, k, costs["c_places"], measured_v(costs), args.confidence, LOOP_OVERHEAD)
 
 
-def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WORKLOAD) -> None:
+def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WORKLOAD, seed: bool = True) -> None:
+    """The text or texts to go on from; `seed`: whether what --sample draws has a --seed of its own."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--workload", default=default, help=f"one of: {', '.join(dict.fromkeys(('all', *names)))}")
     group.add_argument("--prompt", help="a prompt of your own")
@@ -107,7 +111,23 @@ def add_prompt_options(parser, names=tuple(WORKLOADS), default: str = DEFAULT_WO
         type=Path,
         help="a text (one prompt), or a .jsonl or .json of strings or objects with prompt, text, question, messages, turns",
     )
-    parser.add_argument("--limit", type=at_least(1), help="no more than that many prompts of the file")
+    add = add_file_options(parser)
+    add("--max-prompt-tokens", type=at_least(1), metavar="N", help="leave out those that are longer, the template included")
+    if seed:
+        add("--seed", type=at_least(0), default=0, help="of what --sample draws")
+
+
+def add_file_options(parser) -> Callable:
+    """Which prompts of a file; gives what adds an option to that group."""
+    add = parser.add_argument_group("of --prompt-file").add_argument
+    add("--limit", type=at_least(1), metavar="N", help="no more than that many, from its beginning")
+    add("--sample", type=at_least(1), metavar="N", help="so many of them, drawn by --seed")
+    add("--skip-bad", action="store_true", help="leave out what cannot be read; otherwise it ends the run")
+    return add
+
+
+def wanted_of(args) -> Wanted:
+    return Wanted(args.limit, args.sample, args.seed, args.skip_bad)
 
 
 def fill_pair(args) -> None:
@@ -132,10 +152,25 @@ def chosen_prompts(args) -> list[tuple[str, str]]:
             raise UserError("--prompt: empty; give some text")
         return [("prompt", args.prompt)]
     if args.prompt_file is not None:
-        return read_prompts(reachable(args.prompt_file, "--prompt-file"), args.limit)
+        found = read_prompts(reachable(args.prompt_file, "--prompt-file"), wanted_of(args))
+        return short_enough(args, found) if args.max_prompt_tokens else found
     if args.workload == "all":
         return list(WORKLOADS.items())
     return [workload_prompt(args.workload)]
+
+
+def short_enough(args, prompts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those of at most --max-prompt-tokens ids. Raises UserError where none is."""
+    name = args.target or PAIRS[args.pair][0]
+    tokenizer = load_tokenizer(locate(name, "--target"), name, "--target", args.revision, args.trust_remote_code)
+    reader = Loaded(None, tokenizer, name, "--target")
+    sizes = [len(ids_of(reader, text, args.chat)) for _, text in prompts]
+    kept = [one for one, size in zip(prompts, sizes, strict=True) if size <= args.max_prompt_tokens]
+    if not kept:
+        raise UserError(f"--max-prompt-tokens {args.max_prompt_tokens}: the shortest prompt has {min(sizes)}; raise it")
+    if len(kept) < len(prompts):
+        remark(f"--max-prompt-tokens {args.max_prompt_tokens}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer")
+    return kept
 
 
 def make_task(args, target, draft, text: str) -> Task:
@@ -161,7 +196,7 @@ def make_task(args, target, draft, text: str) -> Task:
 def prompt_hashes(args, target, drafts: list, prompts: list[tuple[str, str]]) -> dict[str, str]:
     """Check every prompt before the first is measured. Returns the hash of each one's ids, by name: part of a result
     file's settings, so that no run resumes on another text of the same name. Raises UserError."""
-    hashes = {}
+    hashes, sizes = {}, []
     for name, text in prompts:
         try:
             for draft in drafts or [None]:
@@ -170,6 +205,9 @@ def prompt_hashes(args, target, drafts: list, prompts: list[tuple[str, str]]) ->
             own = getattr(args, "prompt_file", None)
             raise (UserError(f"--prompt-file {name}: {error}") if own else error) from error
         hashes[name] = hashlib.sha256(str(task.prompt[0].tolist()).encode()).hexdigest()[:16]
+        sizes.append(task.prompt.shape[1])
+    if len(sizes) > 1 and getattr(args, "prompt_file", None):
+        remark(f"{args.prompt_file.name}: {len(sizes)} prompts of {min(sizes)} to {max(sizes)} tokens")
     return hashes
 
 

@@ -3,21 +3,25 @@ shapes.
 
 A record is a string or an object with `prompt`, `text`, `question`, `instruction` (and `input`), `messages`,
 `conversations` (ShareGPT's) or `turns`. Of a conversation the first turn of the user is the prompt; the rest is counted
-and said.
+and said, and so is what kinds (`category` or `kind`) the records are of.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from spec_common import UserError, remark
 
 KEYS = ("prompt", "text", "question", "instruction", "messages", "conversations", "turns")
+KINDS = ("category", "kind")
 RECORDS = (".json", ".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
 USERS = ("user", "human", "prompter")  # what conversations call the one who asks
@@ -54,6 +58,12 @@ def prompt_of(record: object) -> tuple[str, int]:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"needs a string, or an object with one of {', '.join(KEYS)}")
     return value, left_out
+
+
+def kind_of(record: object) -> str:
+    """What a record says it is; "" where it says nothing."""
+    kind = next((record[key] for key in KINDS if record.get(key)), "") if isinstance(record, dict) else ""
+    return kind if isinstance(kind, str) else ""
 
 
 def decoded(data: bytes) -> str:
@@ -109,25 +119,46 @@ def file_bytes(path: Path) -> bytes:
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
-def read_records(data: bytes, name: str, lined: bool, limit: int | None) -> list[tuple[str, str]]:
-    """(name, prompt) of the first `limit` records. Raises ValueError naming the line."""
-    found, left_out = [], []
-    for number, record in islice(records(data, lined), limit):
+class Wanted(NamedTuple):
+    """Which records of a file: the first `limit` of it; of those `sample`, drawn by `seed`; `skip_bad`: all that can be read."""
+
+    limit: int | None = None
+    sample: int | None = None
+    seed: int = 0
+    skip_bad: bool = False
+
+
+def read_records(data: bytes, name: str, lined: bool, wanted: Wanted) -> list[tuple[str, str]]:
+    """(name, prompt) of the records wanted, in the file's order. Raises ValueError naming the line, UserError for a sample of
+    more than there are."""
+    found, bad = [], []
+    for number, record in islice(records(data, lined), wanted.limit):
         try:
-            prompt, turns = prompt_of(record())
+            content = record()
+            found.append((f"{name}:{number}", *prompt_of(content), kind_of(content)))
         except ValueError as error:
-            raise ValueError(f"{name}:{number}: {error}") from error
-        found.append((f"{name}:{number}", prompt))
-        left_out.append(turns)
-    if any(left_out):
-        rows = sum(turns > 0 for turns in left_out)
-        remark(f"{name}: the user's first turn is the prompt; {sum(left_out)} other turns in {rows} rows are left out")
-    return found
+            if not wanted.skip_bad:
+                raise ValueError(f"{name}:{number}: {error}") from error
+            bad.append(f"{name}:{number}: {error}")
+    if bad:
+        remark(f"{len(bad)} of {len(bad) + len(found)} rows are skipped, the first {bad[0]}")
+    if wanted.sample is not None:
+        if wanted.sample > len(found):
+            raise UserError(f"--sample {wanted.sample}: {name} has {len(found)} prompts; lower it")
+        drawn = random.Random(wanted.seed).sample(range(len(found)), wanted.sample)
+        found = [found[at] for at in sorted(drawn)]
+    kinds = Counter(kind for _, _, _, kind in found if kind)
+    if kinds:
+        remark(f"{name}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    if left_out := [turns for _, _, turns, _ in found if turns]:
+        remark(
+            f"{name}: the user's first turn is the prompt; {sum(left_out)} other turns in {len(left_out)} rows are left out"
+        )
+    return [(where, prompt) for where, prompt, _, _ in found]
 
 
-def read_prompts(path: Path, limit: int | None = None, flag: str = "--prompt-file") -> list[tuple[str, str]]:
-    """(name, prompt) of the first `limit` prompts of a file. Raises UserError naming the file, and the line where one
-    is bad."""
+def read_prompts(path: Path, wanted: Wanted = Wanted(), flag: str = "--prompt-file") -> list[tuple[str, str]]:  # noqa: B008
+    """(name, prompt) of the prompts wanted of a file. Raises UserError naming the file, and the line where one is bad."""
     path = Path(path).expanduser()
     kind = Path(path.name.lower().removesuffix(".gz")).suffix
     if kind in TABLES:
@@ -135,7 +166,7 @@ def read_prompts(path: Path, limit: int | None = None, flag: str = "--prompt-fil
     try:
         data = file_bytes(path)
         if kind in RECORDS:
-            found = read_records(data, path.name, kind != ".json", limit)
+            found = read_records(data, path.name, kind != ".json", wanted)
         else:
             found = [(path.name, decoded(data).replace("\r\n", "\n").replace("\r", "\n"))]
     except OSError as error:

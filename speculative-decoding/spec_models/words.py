@@ -129,6 +129,13 @@ def holds_words(whole: str, text: str) -> bool:
     return True
 
 
+def ids_of(target: Loaded, text: str, chat: bool) -> list[int]:
+    """What the target reads of a prompt, through its chat template where it has one and `chat` asks for it."""
+    if chat and target.tokenizer.chat_template:
+        return target.tokenizer(in_template(target, text), add_special_tokens=False)["input_ids"]
+    return raw_ids(target.tokenizer, text)
+
+
 def prompt_ids(target: Loaded, text: str, chat: bool, device: torch.device, flag: str = "--prompt") -> torch.Tensor:
     """The prompt as ids, shape (1, n), with the target's tokenizer. Raises UserError for an empty or unreadable
     prompt."""
@@ -136,20 +143,15 @@ def prompt_ids(target: Loaded, text: str, chat: bool, device: torch.device, flag
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{flag}: not valid Unicode ({error.reason}); give text in UTF-8") from error
-    tokenizer = target.tokenizer
     if not text.strip():
         raise UserError(f"{flag}: empty; give some text")
-    templated = chat and bool(tokenizer.chat_template)
-    if chat and not templated:
+    if chat and not target.tokenizer.chat_template:
         remark(f"{target.name} has no chat template: the prompt is used as it is")
-    if templated:
-        ids = tokenizer(in_template(target, text), add_special_tokens=False)["input_ids"]
-    else:
-        ids = raw_ids(tokenizer, text)
+    ids = ids_of(target, text, chat)
     if not ids:
         raise UserError(f"{flag}: '{text[:40]}' gives no tokens; give some text")
     check_ids(target, ids)
-    if not holds_words(tokenizer.decode(ids), text):
+    if not holds_words(target.tokenizer.decode(ids), text):
         remark(
             f"{target.flag} {target.name}: its tokenizer does not give a prompt back word for word; the model goes on from what it reads"
         )

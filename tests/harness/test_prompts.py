@@ -12,7 +12,7 @@ import pytest
 
 import spec_decode
 import tiny
-from spec_harness.prompts import prompt_of, read_prompts
+from spec_harness.prompts import Wanted, prompt_of, read_prompts
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def file(tmp_path):
 
 
 def texts(path, limit=None) -> list[str]:
-    return [text for _, text in read_prompts(path, limit)]
+    return [text for _, text in read_prompts(path, Wanted(limit))]
 
 
 # ------------------------------------------------------------------------------------------------------------- records
@@ -171,3 +171,44 @@ def test_a_prompt_too_long_for_the_model_is_named_by_its_line(pair, tmp_path, fi
     said = capsys.readouterr().err
     assert "error: --prompt-file p.jsonl:2: --target short: prompt of 300 + 8 new tokens" in said
     assert spec_decode.main([*argv, "--limit", "1"]) == 0
+
+
+# ------------------------------------------------------------------------------------------------------- what is wanted
+
+
+def test_a_sample_is_drawn_by_its_seed_from_the_first_rows_and_keeps_their_order(file):
+    path = file("a.jsonl", "\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(40)))
+    drawn = [[int(text[1:]) for _, text in read_prompts(path, Wanted(30, 9, seed))] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2] and all(one == sorted(set(one)) and len(one) == 9 and max(one) < 30 for one in drawn)
+    assert any(one != list(range(9)) for one in drawn)
+    with pytest.raises(UserError, match="^--sample 41: a.jsonl has 40 prompts; lower it"):
+        read_prompts(path, Wanted(sample=41))
+
+
+def test_bad_rows_are_skipped_where_that_is_asked_for_and_said(file, capsys):
+    path = file("a.jsonl", '{"prompt": "w1"}\n{"other": 3}\n{"prompt": \n"w4"\n')
+    with pytest.raises(UserError, match="a.jsonl:2: "):
+        read_prompts(path)
+    assert read_prompts(path, Wanted(skip_bad=True)) == [("a.jsonl:1", "w1"), ("a.jsonl:4", "w4")]
+    assert "2 of 4 rows are skipped, the first a.jsonl:2: needs a string" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no prompt in it"):
+        read_prompts(file("b.jsonl", '{"a": 1}\n{"b": 1}\n'), Wanted(skip_bad=True))
+
+
+def test_the_kinds_of_the_records_are_counted(file, capsys):
+    kinds = ["maths", "code", "maths"]
+    path = file("a.jsonl", "\n".join(json.dumps({"prompt": f"w{i}", "category": kind}) for i, kind in enumerate(kinds)))
+    read_prompts(path)
+    assert "a.jsonl: 2 maths, 1 code" in capsys.readouterr().err
+
+
+def test_prompts_longer_than_asked_for_are_left_out_and_the_rest_are_said(file, pair, results, capsys):
+    path = file("a.jsonl", "\n".join(json.dumps({"prompt": " ".join(["w1"] * n)}) for n in (3, 9, 4, 12)))
+    argv = [*pair, "--prompt-file", str(path), "--max-prompt-tokens"]
+    assert spec_decode.main([*argv, "4"]) == 0
+    rows = [row for row in json.loads(results.read_text())["rows"] if row["part"] == "decode"]
+    assert [(row["workload"], row["prompt_tokens"]) for row in rows] == [("a.jsonl:1", 3), ("a.jsonl:3", 4)]
+    said = capsys.readouterr().err
+    assert "--max-prompt-tokens 4: 2 of 4 prompts are longer" in said and "a.jsonl: 2 prompts of 3 to 4 tokens" in said
+    assert spec_decode.main([*argv, "2"]) == 2
+    assert "--max-prompt-tokens 2: the shortest prompt has 3; raise it" in capsys.readouterr().err
