@@ -290,7 +290,7 @@ def test_a_draft_among_drafts_that_cannot_be_had_is_named_by_the_flag_that_names
 
 def test_drafts_are_refused_for_their_tokenizer_before_any_timing(pair, draft_folder, disk, capfd, monkeypatch):
     other = tiny.save(tiny.llama(1), disk / "other words too", tiny.words(reverse=True))
-    monkeypatch.setattr(spec_drafts, "measured_costs", lambda *a, **b: pytest.fail("timed first"))
+    monkeypatch.setattr(spec_drafts, "measure_costs", lambda *a, **b: pytest.fail("timed first"))
     argv = [word for word in pair if word not in ("--draft", draft_folder)]
     says(
         refused(spec_drafts.main, [*argv, "--drafts", draft_folder, other], capfd),
